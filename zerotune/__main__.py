@@ -1,0 +1,5 @@
+"""``python -m zerotune`` is the same command line as ``zerotune``."""
+
+from zerotune.cli.main import main
+
+main()

@@ -1,0 +1,187 @@
+"""The one registry of knobs: settings that move time and memory and never the mathematics.
+
+:class:`Knobs` holds the values of one configuration; :data:`REGISTRY` says what each of them means. The command
+line's table, the documentation pages, validation messages and exporters are all made from the registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from zerotune.config.units import parse_elements
+
+AUTO = "auto"
+
+
+class Release(StrEnum):
+    """When a gathered unit is dropped."""
+
+    AFTER_USE = "after_use"
+    REUSE = "reuse"
+    KEEP = "keep"
+
+
+def _elements_or_auto(value: object) -> object:
+    return AUTO if value == AUTO else parse_elements(value)
+
+
+def _elements_or_none(value: object) -> object:
+    return None if value is None or value == "none" else parse_elements(value)
+
+
+def _unit_size(value: object) -> object:
+    if value == "block":
+        return value
+    size = parse_elements(value)
+    if size < 1:
+        raise ValueError("unit_size is 'block' or at least 1 element")
+    return size
+
+
+ElementsOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_elements_or_auto)]
+ElementsOrNone = Annotated[int | None, BeforeValidator(_elements_or_none)]
+UnitSize = Annotated[int | Literal["block"], BeforeValidator(_unit_size)]
+
+
+class Knobs(BaseModel):
+    """One setting of the knobs that stand under ``zero:`` in model.yaml.
+
+    Sizes are in elements. ``auto`` becomes a number once the model is known (:func:`zerotune.schedule.resolve`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    stage: Literal[0, 3] = 3
+    unit_size: UnitSize = "block"
+    allgather_bucket_size: ElementsOrAuto = AUTO
+    prefetch_distance: ElementsOrAuto = AUTO
+    param_persistence_threshold: ElementsOrAuto = AUTO
+    release: Release = Release.AFTER_USE
+    max_reuse_distance: ElementsOrNone = None
+    max_live_parameters: ElementsOrNone = None
+    reduce_bucket_size: ElementsOrAuto = AUTO
+    overlap_comm: bool = True
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether every ``auto`` has become a number."""
+        return all(value != AUTO for _, value in self)
+
+
+@dataclass(frozen=True)
+class KnobInfo:
+    """What one knob means.
+
+    Attributes:
+        name: Name in model.yaml.
+        section: Section of model.yaml it stands in: ``zero`` or ``train``.
+        type: What a user writes, in words.
+        unit: Unit of its values: ``elements``, ``samples`` or ``""``.
+        default: The default, as a user would write it.
+        meaning: One line.
+        stages: The ZeRO stages in which it acts.
+        deepspeed: The nearest setting of DeepSpeed, or ``None``.
+        fsdp2: The nearest setting of FSDP2, or ``None``.
+    """
+
+    name: str
+    section: Literal["zero", "train"]
+    type: str
+    unit: str
+    default: str
+    meaning: str
+    stages: tuple[int, ...]
+    deepspeed: str | None
+    fsdp2: str | None
+
+    @property
+    def path(self) -> str:
+        """Dotted path in model.yaml, as ``--set`` takes it."""
+        return f"{self.section}.{self.name}"
+
+
+_ALL = (0, 3)
+_THREE = (3,)
+
+REGISTRY: dict[str, KnobInfo] = {
+    info.name: info
+    for info in (
+        KnobInfo(
+            "stage", "zero", "0 or 3", "", "3",
+            "what is partitioned: nothing (0), or optimizer state, gradients and parameters (3)",
+            _ALL, "zero_optimization.stage", "fully_shard (3) or DDP (0)",
+        ),
+        KnobInfo(
+            "unit_size", "zero", "block, or a size", "elements", "block",
+            "what is gathered and released together: a block, or the largest modules not above this size",
+            _THREE, "stage3_module_granularity_threshold", "which modules fully_shard is called on",
+        ),
+        KnobInfo(
+            "allgather_bucket_size", "zero", "auto, or a size", "elements", "auto: one block",
+            "units gathered in one collective, at most",
+            _THREE, None, "which modules share one fully_shard call",
+        ),
+        KnobInfo(
+            "prefetch_distance", "zero", "auto, or a size", "elements", "auto: one block",
+            "how far ahead of use gathers are issued; 0 gathers on demand",
+            _THREE, "stage3_prefetch_bucket_size", "set_modules_to_forward_prefetch / _backward_prefetch",
+        ),
+        KnobInfo(
+            "param_persistence_threshold", "zero", "auto, or a size", "elements",
+            "auto: min(1e5, 1 % of the largest block)",
+            "parameters up to this size stay full on every rank during the step",
+            _THREE, "stage3_param_persistence_threshold", None,
+        ),
+        KnobInfo(
+            "release", "zero", "after_use, reuse or keep", "", "after_use",
+            "drop after each use; drop unless used again within max_reuse_distance; keep from forward to backward",
+            _THREE, "stage3_max_reuse_distance (0, a size, or huge)", "reshard_after_forward",
+        ),
+        KnobInfo(
+            "max_reuse_distance", "zero", "a size", "elements", "none",
+            "for release: reuse, how many elements may be used before the next use of a unit that is kept",
+            _THREE, "stage3_max_reuse_distance", None,
+        ),
+        KnobInfo(
+            "max_live_parameters", "zero", "none, or a size", "elements", "none",
+            "a bound on the elements of full parameters alive at once, gather buffers included",
+            _THREE, "stage3_max_live_parameters (bounds prefetch only)", None,
+        ),
+        KnobInfo(
+            "reduce_bucket_size", "zero", "auto, or a size", "elements", "auto: one block",
+            "gradients reduced in one collective, at most",
+            _ALL, "reduce_bucket_size", "which modules fully_shard is called on",
+        ),
+        KnobInfo(
+            "overlap_comm", "zero", "true or false", "", "true",
+            "communication beside compute, or in line with it",
+            _ALL, "overlap_comm", None,
+        ),
+        KnobInfo(
+            "micro_batch_size", "train", "a whole number", "samples", "auto: global batch / ranks",
+            "samples per rank in one forward pass; the global batch is held constant by accumulation",
+            _ALL, "train_micro_batch_size_per_gpu", None,
+        ),
+    )
+}  # fmt: skip
+
+
+def knob_values(knobs: Knobs, micro_batch_size: int) -> Iterator[tuple[str, Any]]:
+    """Yield ``(name, value)`` of every knob in the registry's order, wherever it stands in model.yaml."""
+    for name, info in REGISTRY.items():
+        yield name, getattr(knobs, name) if info.section == "zero" else micro_batch_size
+
+
+class OptimizerName(StrEnum):
+    """Optimizers that the trainer builds by name."""
+
+    ADAMW = "adamw"
+    SGD = "sgd"
+
+
+PositiveInt = Annotated[int, Field(ge=1)]

@@ -1,0 +1,249 @@
+"""The schema of model.yaml: one pydantic model per section.
+
+Every field but ``model`` has a default. Reading a file, with line numbers in its errors, is
+:mod:`zerotune.config.load`; what needs more than one section at once is :mod:`zerotune.config.check`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from zerotune.config.knobs import Knobs, OptimizerName
+from zerotune.config.units import Bytes, Duration
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# ---------------------------------------------------------------------------------------------------- model
+
+
+class GptConfig(Section):
+    """A GPT decoder: learned positions, LayerNorm, GELU."""
+
+    layers: int = Field(4, ge=1)
+    d_model: int = Field(256, ge=1)
+    heads: int = Field(4, ge=1)
+    vocab_size: int = Field(256, ge=2)
+    sequence_length: int = Field(128, ge=1)
+    tie_embeddings: bool = False
+    bias: bool = True
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.d_model % self.heads:
+            raise ValueError(f"d_model {self.d_model} is not divisible by heads {self.heads}")
+        return self
+
+
+class LlamaConfig(Section):
+    """A Llama decoder: rotary positions, RMSNorm, SwiGLU, grouped key and value heads."""
+
+    layers: int = Field(4, ge=1)
+    d_model: int = Field(256, ge=1)
+    heads: int = Field(4, ge=1)
+    kv_heads: int | None = Field(None, ge=1)
+    d_ff: int | None = Field(None, ge=1)
+    vocab_size: int = Field(256, ge=2)
+    sequence_length: int = Field(128, ge=1)
+    tie_embeddings: bool = False
+    rope_theta: float = Field(10_000.0, gt=0)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.d_model % self.heads:
+            raise ValueError(f"d_model {self.d_model} is not divisible by heads {self.heads}")
+        if (self.d_model // self.heads) % 2:
+            raise ValueError(f"d_model / heads is {self.d_model // self.heads}, which rotary positions need even")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        return self
+
+
+class HfConfig(Section):
+    """A causal language model of transformers, built with random weights from its configuration."""
+
+    folder: str | None = None
+    config: dict[str, Any] | None = None
+    sequence_length: int = Field(128, ge=1)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.folder is None) == (self.config is None):
+            raise ValueError("give either folder (with a config.json in it) or config (inline), not both")
+        return self
+
+
+class FactoryConfig(Section):
+    """The user's own code: ``module:function`` or ``path/to/file.py:function``, called with ``args``."""
+
+    factory: str = Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
+def _factory_shorthand(value: Any) -> Any:
+    """``factory: pkg.module:fn`` is short for ``factory: {factory: pkg.module:fn}``."""
+    return {"factory": value} if isinstance(value, str) else value
+
+
+Factory = Annotated[FactoryConfig, BeforeValidator(_factory_shorthand)]
+
+
+def _exactly_one(section: BaseModel, what: str) -> None:
+    names = list(type(section).model_fields)
+    given = [name for name in names if getattr(section, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) if given else "none"
+        raise ValueError(f"{what} takes exactly one of {', '.join(names)}; found {found}")
+
+
+class ModelConfig(Section):
+    """What is trained: exactly one of the kinds."""
+
+    gpt: GptConfig | None = None
+    llama: LlamaConfig | None = None
+    hf: HfConfig | None = None
+    factory: Factory | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        _exactly_one(self, "model")
+        return self
+
+
+# ----------------------------------------------------------------------------------------------------- data
+
+
+class TextConfig(Section):
+    """Plain text: files, folders or globs, tokenised to bytes or with a tokenizer.json file.
+
+    ``stdlib`` stands for the sources of Python's standard library, which every machine has.
+    """
+
+    paths: list[str] = Field(default_factory=lambda: ["stdlib"], min_length=1)
+    pattern: str = "**/*.py"
+    tokenizer: str | None = None
+
+
+class SyntheticConfig(Section):
+    """Random tokens, a function of the seed: for measuring speed alone."""
+
+    pad_fraction: float = Field(0.0, ge=0.0, lt=1.0)
+
+
+class DataConfig(Section):
+    """What it is trained on: exactly one of the kinds."""
+
+    text: TextConfig | None = None
+    synthetic: SyntheticConfig | None = None
+    factory: Factory | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_is_text(cls, value: Any) -> Any:
+        return {"text": {}} if value in (None, {}) else value
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        _exactly_one(self, "data")
+        return self
+
+
+# ---------------------------------------------------------------------------------------------------- train
+
+
+class OptimizerConfig(Section):
+    """An optimizer by name; fields that the named optimizer does not have must stay at their defaults."""
+
+    name: OptimizerName = OptimizerName.ADAMW
+    lr: float = Field(3e-4, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.0, ge=0, lt=1)
+    nesterov: bool = False
+
+
+class LrScheduleConfig(Section):
+    """Learning rate over steps: linear warm-up, then constant, cosine or linear decay to ``min_ratio``."""
+
+    name: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(None, ge=1)
+    min_ratio: float = Field(0.0, ge=0, le=1)
+
+
+def _optimizer_shorthand(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class TrainConfig(Section):
+    """How it is trained. ``global_batch_size`` is part of the workload; ``micro_batch_size`` is a knob."""
+
+    steps: int = Field(100, ge=1)
+    global_batch_size: int = Field(8, ge=1)
+    micro_batch_size: int | None = Field(None, ge=1)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    optimizer: Annotated[OptimizerConfig, BeforeValidator(_optimizer_shorthand)] = OptimizerConfig()
+    lr_schedule: LrScheduleConfig = LrScheduleConfig()
+    clip_norm: float | None = Field(None, gt=0)
+    engine: Literal["zerotune"] = "zerotune"
+    seed: int = Field(0, ge=0)
+    save_every: int | None = Field(None, ge=1)
+
+
+# -------------------------------------------------------------------------------------------------- cluster
+
+
+class ClusterConfig(Section):
+    """Where it runs. Command-line options of the same names win over these."""
+
+    address: str | None = None
+    nodes: int | None = Field(None, ge=1)
+    procs_per_node: int | None = Field(None, ge=1)
+    threads_per_rank: int | None = Field(None, ge=1)
+    link: str | None = None
+    wait: Duration = 60.0
+
+
+# --------------------------------------------------------------------------------------------------- search
+
+
+class SearchConfig(Section):
+    """How configurations are searched and measured."""
+
+    space: str = "default"
+    trials: int = Field(20, ge=1)
+    time: Duration | None = None
+    memory_budget: Bytes | None = None
+    objective: Literal["throughput", "memory", "pareto"] = "throughput"
+    sampler: Literal["tpe", "random"] = "tpe"
+    seed: int = Field(0, ge=0)
+    warmup_steps: int = Field(3, ge=2)
+    min_steps: int = Field(10, ge=10)
+    max_steps: int = Field(30, ge=10)
+    confirm_rounds: int = Field(8, ge=2)
+    trial_timeout: Duration = 300.0
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.max_steps < self.min_steps:
+            raise ValueError(f"max_steps {self.max_steps} is below min_steps {self.min_steps}")
+        return self
+
+
+class JobConfig(Section):
+    """A whole model.yaml."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig(text=TextConfig())
+    train: TrainConfig = TrainConfig()
+    zero: Knobs = Knobs()
+    cluster: ClusterConfig = ClusterConfig()
+    search: SearchConfig = SearchConfig()

@@ -1,0 +1,52 @@
+"""The ranks that train together: the one place from which every collective takes its process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The data-parallel group as one rank sees it.
+
+    Attributes:
+        process_group: torch's group, or ``None`` for a single process without ``torch.distributed``.
+        rank: This rank within the group.
+        size: Number of ranks, N.
+        device: Device of this rank's tensors.
+    """
+
+    process_group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def default(cls, device: torch.device | str | None = None) -> RankGroup:
+        """The default group of ``torch.distributed``, or a group of one if that is not initialised."""
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(None, 0, 1, torch.device(device))
+        group = dist.group.WORLD
+        return cls(group, dist.get_rank(group), dist.get_world_size(group), torch.device(device))
+
+    @property
+    def backend(self) -> str:
+        """``gloo``, ``nccl``, or ``none`` for a single process."""
+        return "none" if self.process_group is None else dist.get_backend(self.process_group)
+
+    def gather_numbers(self, values: list[float]) -> list[list[float]]:
+        """Exchange a few numbers: every rank gets every rank's, as float64, in rank order.
+
+        It waits for the slowest rank and, on CUDA, for the device: not for use inside a step.
+        """
+        if self.size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        everyone = torch.empty(self.size * len(values), dtype=torch.float64, device=self.device)
+        dist.all_gather_into_tensor(everyone, mine, group=self.process_group)
+        return everyone.view(self.size, len(values)).tolist()

@@ -1,0 +1,25 @@
+"""The typed things that cross rooms."""
+
+from zerotune.records.failure import Failure
+from zerotune.records.fingerprint import Fingerprint
+from zerotune.records.ledger import ByteClass, ByteSample, CollectiveEntry, CollectiveKind, Ledger
+from zerotune.records.measurement import Interval, Measurement, MemoryUse
+from zerotune.records.run import RunKind, RunRecord, StudyRecord
+from zerotune.records.status import Status
+
+__all__ = [
+    "ByteClass",
+    "ByteSample",
+    "CollectiveEntry",
+    "CollectiveKind",
+    "Failure",
+    "Fingerprint",
+    "Interval",
+    "Ledger",
+    "Measurement",
+    "MemoryUse",
+    "RunKind",
+    "RunRecord",
+    "Status",
+    "StudyRecord",
+]

@@ -1,0 +1,80 @@
+"""The ledger of one step: which bytes were alive, and every collective."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from zerotune.records.base import Record
+
+
+class ByteClass(StrEnum):
+    """What the bytes are for."""
+
+    SHARD = "shard"
+    FULL = "full"
+    POOLED = "pooled"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer"
+
+
+class CollectiveKind(StrEnum):
+    """Which collective, and for what."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    BROADCAST = "broadcast"
+
+
+class CollectiveEntry(Record):
+    """One collective.
+
+    Attributes:
+        sequence: Its number in the order of issue, the same on every rank.
+        kind: Which collective.
+        purpose: ``forward``, ``backward``, ``refresh``, ``gradient``, ``norm``, ``setup``, …
+        units: Names of the units it carries.
+        elements: Elements of the full, padded tensor that it assembles or reduces.
+        sent_bytes: Bytes that this rank sends.
+        issued_s: When it was issued, seconds since the ledger began.
+        waited_s: When something began to wait for it.
+        done_s: When that wait ended.
+    """
+
+    sequence: int
+    kind: CollectiveKind
+    purpose: str
+    units: tuple[str, ...]
+    elements: int
+    sent_bytes: int
+    issued_s: float
+    waited_s: float
+    done_s: float
+
+
+class ByteSample(Record):
+    """Bytes alive in one class after a change."""
+
+    time_s: float
+    byte_class: ByteClass
+    bytes: int
+
+
+class Ledger(Record):
+    """Everything one rank recorded of one step.
+
+    Attributes:
+        rank: Whose.
+        collectives: In the order of issue.
+        samples: Bytes by class over time, in order of time.
+        at_rest: Bytes by class before the step.
+        peak: Largest bytes by class within the step.
+        peak_live_elements: Largest number of live elements within the step.
+    """
+
+    rank: int
+    collectives: list[CollectiveEntry]
+    samples: list[ByteSample]
+    at_rest: dict[ByteClass, int]
+    peak: dict[ByteClass, int]
+    peak_live_elements: int
