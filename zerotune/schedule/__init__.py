@@ -1,0 +1,39 @@
+"""Pure scheduling: trace and knobs in, actions out. No torch."""
+
+from zerotune.schedule.actions import Action, Collect, Drain, Gather, Reason, Reduce, Release, Wait
+from zerotune.schedule.buckets import Bucket
+from zerotune.schedule.compile import Saving, Schedule, compile_schedule
+from zerotune.schedule.layout import Layout, ParamRef, ParamSize, UnitSize
+from zerotune.schedule.on_demand import OnDemand
+from zerotune.schedule.padding import padded_numel, slice_bounds, slice_numel
+from zerotune.schedule.resolve import resolve_knobs
+from zerotune.schedule.trace import Event, EventKind, PassKey, Phase, Trace
+
+__all__ = [
+    "Action",
+    "Bucket",
+    "Collect",
+    "Drain",
+    "Event",
+    "EventKind",
+    "Gather",
+    "Layout",
+    "OnDemand",
+    "ParamRef",
+    "ParamSize",
+    "PassKey",
+    "Phase",
+    "Reason",
+    "Reduce",
+    "Release",
+    "Saving",
+    "Schedule",
+    "Trace",
+    "UnitSize",
+    "Wait",
+    "compile_schedule",
+    "padded_numel",
+    "resolve_knobs",
+    "slice_bounds",
+    "slice_numel",
+]

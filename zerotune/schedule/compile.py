@@ -1,0 +1,516 @@
+"""Trace and knobs in, schedule out: the one place that decides when data moves.
+
+The rules, in the order in which they give way to each other:
+
+1. A unit is complete before the first event that uses it (*demand*), whatever the bounds say.
+2. Live elements stay within ``max_live_parameters``: prefetches that do not fit wait, and units that are only kept
+   for a later use go, the one whose next use is farthest first.
+3. Elements ahead of use stay within ``prefetch_distance``; at a distance above 0 one larger unit may go.
+4. Consecutive gathers that are admitted at the same event share a collective, up to ``allgather_bucket_size``.
+
+Gathers are issued in the order of use, so the order of collectives is a function of the trace and the knobs alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from zerotune.config.knobs import Knobs, Release as ReleasePolicy
+from zerotune.schedule.actions import Action, Collect, Drain, Gather, Reason, Reduce, Release, Wait
+from zerotune.schedule.buckets import Bucket, fill_buckets
+from zerotune.schedule.layout import Layout, ParamRef
+from zerotune.schedule.trace import EventKind, Phase, Trace
+
+
+class SavingReason:
+    """Why a plain model moves fewer elements than 3P (N-1)/N a step. Plain strings: they are shown as they are."""
+
+    NO_WEIGHTS_IN_BACKWARD = "backward needs no weights"
+    USED_NEXT = "used again before any other unit"
+    KEPT = "kept for its next use"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A gather that did not have to happen.
+
+    Attributes:
+        unit: Index of the unit.
+        reason: Why.
+        elements: Elements of the full, padded unit.
+    """
+
+    unit: int
+    reason: str
+    elements: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What to do at every event of one pass, and at its end.
+
+    Attributes:
+        trace: The order it was compiled from.
+        actions: For each event, what to do: before the use at an entry, after it at an exit.
+        at_end: What to do once backward has returned.
+        buckets: Reduce buckets, by index.
+        savings: Gathers that did not have to happen.
+        peak_live: Largest number of live elements that following it gives, padded, gather buffers included.
+        peak_ahead: Largest number of elements ahead of use, without padding.
+    """
+
+    trace: Trace
+    actions: tuple[tuple[Action, ...], ...]
+    at_end: tuple[Action, ...]
+    buckets: tuple[Bucket, ...]
+    savings: tuple[Saving, ...]
+    peak_live: int
+    peak_ahead: int
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of everything it does; ranks that disagree on it would disagree on their collectives."""
+        hasher = hashlib.sha256(self.trace.digest.encode())
+        hasher.update(repr((self.actions, self.at_end, self.buckets)).encode())
+        return hasher.hexdigest()
+
+    def gathers(self) -> list[Gather]:
+        """All gathers, in the order of issue."""
+        return [a for step in (*self.actions, self.at_end) for a in step if isinstance(a, Gather)]
+
+    def reductions(self) -> list[Bucket]:
+        """All reduced buckets, in the order of issue."""
+        steps = (*self.actions, self.at_end)
+        return [self.buckets[a.bucket] for step in steps for a in step if isinstance(a, Reduce)]
+
+    def gathered_elements(self, layout: Layout) -> int:
+        """Padded elements of all units gathered in one pass; a rank receives (N-1)/N of them."""
+        return sum(layout.padded(unit) for gather in self.gathers() for unit in gather.units)
+
+    def reduced_elements(self, layout: Layout) -> int:
+        """Padded elements of all gradients reduced in one pass; a rank sends (N-1)/N of them."""
+        return sum(layout.param_padded(ref) for bucket in self.reductions() for ref in bucket.params)
+
+
+@dataclass
+class _Need:
+    """One entry event's need of one unit's weights.
+
+    ``kept_from_before``: the unit stays live from its previous use, so no gather is needed. ``free_after``: index of
+    the event at which the previous use's copy is dropped; a gather may not be issued before it.
+    """
+
+    event: int
+    unit: int
+    kept_from_before: bool = False
+    free_after: int = -1
+    is_first: bool = True
+
+
+@dataclass
+class _State:
+    live: int = 0
+    promised: int = 0  # storage that gathers in flight will take when they are copied out
+    ahead: int = 0
+    peak_live: int = 0
+    peak_ahead: int = 0
+    bucket_of: dict[int, tuple[int, ...]] = field(default_factory=dict)  # unit in flight -> its gather
+    complete: set[int] = field(default_factory=set)
+    unused: set[int] = field(default_factory=set)  # gathered ahead, not used since
+    open_uses: dict[int, int] = field(default_factory=dict)
+
+
+def compile_schedule(trace: Trace, knobs: Knobs, layout: Layout) -> Schedule:
+    """Compile the schedule of one pass.
+
+    Args:
+        trace: Events of the pass.
+        knobs: Resolved knobs (no ``auto``).
+        layout: The model's units over N ranks.
+
+    Returns:
+        A schedule that obeys the invariants of the design, the same on every rank.
+
+    Raises:
+        ValueError: The knobs still hold ``auto``, or an exit has no entry.
+    """
+    if not knobs.is_resolved:
+        raise ValueError("knobs must be resolved before a schedule is compiled")
+    return _Compiler(trace, knobs, layout).compile()
+
+
+class _Compiler:
+    def __init__(self, trace: Trace, knobs: Knobs, layout: Layout) -> None:
+        self.trace = trace
+        self.knobs = knobs
+        self.layout = layout
+        self.persistent = layout.persistent_units
+        self.needs: list[_Need] = []
+        self.needs_at: list[range] = []  # per event, indices into needs
+        self.need_events: dict[int, list[int]] = {}  # unit -> events that need it, ascending
+        self.need_index: dict[tuple[int, int], int] = {}
+        self.savings: list[Saving] = []
+        self.actions: list[list[Action]] = [[] for _ in trace.events]
+        self.drops: list[list[int]] = [[] for _ in trace.events]  # units dropped at each exit, by policy
+
+    def compile(self) -> Schedule:
+        self._find_needs()
+        self._decide_drops()
+        self._place_gathers()
+        at_end, buckets = self._place_reductions()
+        return Schedule(
+            trace=self.trace,
+            actions=tuple(tuple(step) for step in self.actions),
+            at_end=tuple(at_end),
+            buckets=buckets,
+            savings=tuple(self.savings),
+            peak_live=self.state.peak_live,
+            peak_ahead=self.state.peak_ahead,
+        )
+
+    # ------------------------------------------------------------------------------------------ static part
+
+    def _needed(self, units: Sequence[int], phase: Phase) -> list[int]:
+        """Units whose weights must be there for a use in this phase."""
+        needed = []
+        for unit in units:
+            if unit in self.persistent:
+                continue
+            if phase is Phase.BACKWARD and not self.layout.units[unit].backward_needs_weights:
+                continue
+            needed.append(unit)
+        return needed
+
+    def _find_needs(self) -> None:
+        for index, event in enumerate(self.trace.events):
+            start = len(self.needs)
+            if event.kind is EventKind.ENTER:
+                for unit in self._needed(event.units, event.phase):
+                    self.need_index[index, unit] = len(self.needs)
+                    events = self.need_events.setdefault(unit, [])
+                    self.needs.append(_Need(index, unit, is_first=not events))
+                    events.append(index)
+                if event.phase is Phase.BACKWARD:
+                    for unit in event.units:
+                        if unit not in self.persistent and not self.layout.units[unit].backward_needs_weights:
+                            self._save(unit, SavingReason.NO_WEIGHTS_IN_BACKWARD)
+            self.needs_at.append(range(start, len(self.needs)))
+
+    def _save(self, unit: int, reason: str) -> None:
+        self.savings.append(Saving(unit, reason, self.layout.padded(unit)))
+
+    def _next_need(self, unit: int, after: int) -> int | None:
+        events = self.need_events.get(unit, [])
+        position = bisect_right(events, after)
+        return events[position] if position < len(events) else None
+
+    def _decide_drops(self) -> None:
+        """At each exit that closes a unit's last open use, decide whether the policy drops or keeps it."""
+        open_uses: dict[int, int] = {}
+        held: set[int] = set()  # used at least once and not dropped since
+        for index, event in enumerate(self.trace.events):
+            if event.kind is EventKind.ENTER:
+                for unit in event.units:
+                    if unit in self.persistent:
+                        continue
+                    need = self.need_index.get((index, unit))
+                    if need is not None and open_uses.get(unit, 0) and unit in held:
+                        # Nested in another use of the same unit that already made it complete.
+                        self.needs[need].kept_from_before = True
+                    if need is not None:
+                        held.add(unit)
+                    open_uses[unit] = open_uses.get(unit, 0) + 1
+                continue
+            for unit in event.units:
+                if unit in self.persistent:
+                    continue
+                if open_uses.get(unit, 0) == 0:
+                    raise ValueError(f"{event.scope}: exit without entry")
+                open_uses[unit] -= 1
+                if open_uses[unit] or unit not in held:
+                    continue
+                following = self._next_need(unit, index)
+                reason = (
+                    None
+                    if following is None
+                    else self._reason_to_keep(unit, index, following, open_uses, held)
+                )
+                if reason is None:
+                    held.discard(unit)
+                    self.drops[index].append(unit)
+                    if following is not None:
+                        self.needs[self.need_index[following, unit]].free_after = index
+                else:
+                    assert following is not None
+                    self.needs[self.need_index[following, unit]].kept_from_before = True
+                    self._save(unit, reason)
+
+    def _reason_to_keep(
+        self, unit: int, index: int, following: int, open_uses: dict[int, int], held: set[int]
+    ) -> str | None:
+        if self._nothing_gathered_between(unit, index, following, open_uses, held):
+            return SavingReason.USED_NEXT
+        policy = self.knobs.release
+        if policy is ReleasePolicy.KEEP:
+            return SavingReason.KEPT
+        if policy is ReleasePolicy.REUSE and self.knobs.max_reuse_distance is not None:
+            used = sum(
+                self.layout.numel(self.needs[need].unit)
+                for need in range(self.needs_at[index].stop, self.needs_at[following].start)
+            )
+            if used <= self.knobs.max_reuse_distance:
+                return SavingReason.KEPT
+        return None
+
+    def _nothing_gathered_between(
+        self, unit: int, index: int, following: int, open_uses: dict[int, int], held: set[int]
+    ) -> bool:
+        """Whether dropping would only be undone: every need until the next use is of a unit that is open now."""
+        for need in range(self.needs_at[index].stop, self.needs_at[following].start):
+            other = self.needs[need].unit
+            if not (open_uses.get(other, 0) and other in held):
+                return False
+        return True
+
+    # ----------------------------------------------------------------------------------------- dynamic part
+
+    def _place_gathers(self) -> None:
+        self.state = _State()
+        self.cursor = 0  # first need that has neither been issued nor found to be kept
+        self.kept: dict[int, int] = {}  # unit that is only kept -> event of its next use
+        for index, event in enumerate(self.trace.events):
+            if event.kind is EventKind.ENTER:
+                self._enter(index, event.units, event.phase)
+            else:
+                self._exit(index, event.units)
+
+    def _enter(self, index: int, units: Sequence[int], phase: Phase) -> None:
+        state = self.state
+        step = self.actions[index]
+        needed = [self.needs[n].unit for n in self.needs_at[index]]
+        for unit in needed:
+            self.kept.pop(unit, None)
+        missing = tuple(u for u in needed if u not in state.complete and u not in state.bucket_of)
+        for unit in units:
+            if unit not in self.persistent:
+                state.open_uses[unit] = state.open_uses.get(unit, 0) + 1
+        if missing:
+            size = 2 * sum(self.layout.padded(u) for u in missing)
+            self._make_room(size, until=None, step=step)
+            for bucket in self._split(missing):
+                self._issue(bucket, Reason.DEMAND, phase, step)
+        for unit in needed:
+            if unit in state.unused:
+                state.unused.discard(unit)
+                state.ahead -= self.layout.numel(unit)
+        self.cursor = max(self.cursor, self.needs_at[index].stop)
+        self._prefetch(index, step)
+        waited = tuple(u for u in needed if u in state.bucket_of)
+        if waited:
+            step.append(Wait(waited))
+            for unit in waited:
+                self._copy_out(unit)
+
+    def _split(self, units: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Units needed at once, in collectives of at most the bucket size (a larger unit goes alone)."""
+        limit = int(self.knobs.allgather_bucket_size)
+        buckets: list[list[int]] = []
+        size = 0
+        for unit in units:
+            numel = self.layout.numel(unit)
+            if buckets and size + numel <= limit:
+                buckets[-1].append(unit)
+                size += numel
+            else:
+                buckets.append([unit])
+                size = numel
+        return [tuple(bucket) for bucket in buckets]
+
+    def _exit(self, index: int, units: Sequence[int]) -> None:
+        state = self.state
+        step = self.actions[index]
+        for unit in units:
+            if unit not in self.persistent:
+                state.open_uses[unit] -= 1
+        dropped = [u for u in self.drops[index] if u in state.complete]
+        if dropped:
+            self._drop(dropped, step)
+        for unit in units:
+            if unit in state.complete and not state.open_uses.get(unit) and unit not in state.unused:
+                following = self._next_need(unit, index)
+                if following is not None:
+                    self.kept[unit] = following
+        self._prefetch(index, step)
+
+    def _drop(self, units: Sequence[int], step: list[Action]) -> None:
+        step.append(Release(tuple(units)))
+        for unit in units:
+            self.state.complete.discard(unit)
+            self.kept.pop(unit, None)
+            self.state.live -= self.layout.padded(unit)
+
+    def _issue(self, units: tuple[int, ...], reason: Reason, phase: Phase, step: list[Action]) -> None:
+        state = self.state
+        step.append(Gather(units, reason, phase.value))
+        size = sum(self.layout.padded(u) for u in units)
+        state.live += size
+        state.promised += size
+        state.peak_live = max(state.peak_live, state.live)
+        for unit in units:
+            state.bucket_of[unit] = units
+
+    def _copy_out(self, unit: int) -> None:
+        """A gather lands: its storages are allocated and filled, then its buffer goes."""
+        state = self.state
+        if unit not in state.bucket_of:
+            return
+        units = state.bucket_of[unit]
+        size = sum(self.layout.padded(u) for u in units)
+        state.peak_live = max(state.peak_live, state.live + size)
+        state.promised -= size
+        for member in units:
+            del state.bucket_of[member]
+            state.complete.add(member)
+
+    def _make_room(self, size: int, until: int | None, step: list[Action]) -> bool:
+        """Drop kept units, farthest next use first, until ``size`` more live elements fit.
+
+        Args:
+            size: Elements wanted.
+            until: Only units whose next use comes after this event may go; ``None`` for any.
+            step: Where the releases are put.
+
+        Returns:
+            Whether it fits. If not, nothing is dropped unless ``until`` is ``None`` (a demand, which goes anyway).
+        """
+        limit = self.knobs.max_live_parameters
+        if limit is None:
+            return True
+        state = self.state
+        excess = state.live + state.promised + size - limit
+        if excess <= 0:
+            return True
+        victims: list[int] = []
+        for unit in sorted(self.kept, key=lambda u: (-self.kept[u], u)):
+            if excess <= 0 or (until is not None and self.kept[unit] <= until):
+                break
+            victims.append(unit)
+            excess -= self.layout.padded(unit)
+        fits = excess <= 0
+        if victims and (fits or until is None):
+            for unit in victims:
+                need = self.need_index[self.kept[unit], unit]
+                self.needs[need].kept_from_before = False
+                self.needs[need].free_after = -1
+                self.cursor = min(self.cursor, need)
+                self._unsave(unit)
+            self._drop(victims, step)
+        return fits
+
+    def _unsave(self, unit: int) -> None:
+        for position in range(len(self.savings) - 1, -1, -1):
+            saving = self.savings[position]
+            if saving.unit == unit and saving.reason != SavingReason.NO_WEIGHTS_IN_BACKWARD:
+                del self.savings[position]
+                return
+
+    def _prefetch(self, index: int, step: list[Action]) -> None:
+        """Issue the next gathers ahead of use, in the order of use, as far as the bounds admit."""
+        distance = int(self.knobs.prefetch_distance)
+        if distance == 0:
+            return
+        while True:
+            bucket = self._next_bucket(index, distance)
+            if not bucket:
+                return
+            units = tuple(self.needs[n].unit for n in bucket)
+            last = self.needs[bucket[-1]].event
+            size = 2 * sum(self.layout.padded(u) for u in units)
+            if not self._make_room(size, until=last, step=step):
+                if len(bucket) == 1:
+                    return
+                bucket = bucket[:1]
+                units = units[:1]
+                size = 2 * self.layout.padded(units[0])
+                if not self._make_room(size, until=self.needs[bucket[0]].event, step=step):
+                    return
+            state = self.state
+            self._issue(units, Reason.PREFETCH, self.trace.events[self.needs[bucket[0]].event].phase, step)
+            state.unused.update(units)
+            state.ahead += sum(self.layout.numel(u) for u in units)
+            state.peak_ahead = max(state.peak_ahead, state.ahead)
+            self.cursor = bucket[-1] + 1
+
+    def _next_bucket(self, index: int, distance: int) -> list[int]:
+        """Needs that the next prefetch would carry; empty if nothing may be issued now."""
+        state = self.state
+        limit = int(self.knobs.allgather_bucket_size)
+        bucket: list[int] = []
+        size = 0
+        chosen: set[int] = set()
+        position = self.cursor
+        while position < len(self.needs):
+            need = self.needs[position]
+            if need.event <= index or (need.kept_from_before and need.unit not in chosen):
+                if not bucket:
+                    self.cursor = position + 1
+                position += 1
+                continue
+            if need.kept_from_before:
+                position += 1
+                continue
+            if need.free_after > index or need.unit in chosen or need.unit in state.complete:
+                break  # its previous copy is still in use: gathering it now would be undone
+            if need.unit in state.bucket_of:
+                break
+            numel = self.layout.numel(need.unit)
+            if bucket and size + numel > limit:
+                break
+            bucket.append(position)
+            chosen.add(need.unit)
+            size += numel
+            position += 1
+        if not bucket or state.ahead + size <= distance:
+            return bucket
+        if state.ahead:
+            return []
+        # Nothing is ahead: issue what fits, or one larger unit, so that communication always has a head start.
+        while len(bucket) > 1 and size > distance:
+            size -= self.layout.numel(self.needs[bucket.pop()].unit)
+        return bucket
+
+    # ------------------------------------------------------------------------------------------- reductions
+
+    def _place_reductions(self) -> tuple[list[Action], tuple[Bucket, ...]]:
+        if not self.trace.has_backward:
+            return [], ()
+        last_use: dict[int, int] = {}
+        for index, event in enumerate(self.trace.events):
+            if event.kind is EventKind.EXIT and event.phase is Phase.BACKWARD:
+                for unit in event.units:
+                    last_use[unit] = index
+        end = len(self.trace.events)
+        ready: dict[int, list[ParamRef]] = {}
+        for ref in self.layout.refs():
+            if self.layout.param(ref).trainable:
+                ready.setdefault(last_use.get(ref.unit, end), []).append(ref)
+        at_end: list[Action] = []
+        order = sorted(ready)
+        buckets, members = fill_buckets(
+            [ready[i] for i in order], self.layout, int(self.knobs.reduce_bucket_size)
+        )
+        started: set[int] = set()
+        for index, groups in zip(order, members, strict=True):
+            step = self.actions[index] if index < end else at_end
+            for bucket, refs, is_full in groups:
+                if bucket not in started:
+                    started.add(bucket)
+                    step.append(Drain(keep=1))  # so that two buckets are alive at most
+                step.append(Collect(bucket, refs))
+                if is_full:
+                    step.append(Reduce(bucket))
+        return at_end, buckets

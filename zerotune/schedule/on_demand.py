@@ -1,0 +1,64 @@
+"""The policy for everything that no schedule covers: the first pass, and a pass that leaves the recorded order.
+
+It gathers what an event needs and does not have, drops it after use, and reduces all gradients at the end. It costs
+time, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from zerotune.config.knobs import Knobs
+from zerotune.schedule.actions import Action, Collect, Drain, Gather, Reason, Reduce, Release, Wait
+from zerotune.schedule.buckets import Bucket, fill_buckets
+from zerotune.schedule.layout import Layout, ParamRef
+from zerotune.schedule.trace import Event, Phase
+
+
+class OnDemand:
+    """Actions from what is there now, without a recorded order.
+
+    Args:
+        knobs: Resolved knobs.
+        layout: The model's units over N ranks.
+    """
+
+    def __init__(self, knobs: Knobs, layout: Layout) -> None:
+        self._knobs = knobs
+        self._layout = layout
+        self._persistent = layout.persistent_units
+
+    def before(self, event: Event, complete: Collection[int], in_flight: Collection[int]) -> list[Action]:
+        """What an entry needs: gather the absent units, one collective each, and wait for all of them."""
+        needed = self.needed(event)
+        actions: list[Action] = [
+            Gather((unit,), Reason.DEMAND, event.phase.value)
+            for unit in needed
+            if unit not in complete and unit not in in_flight
+        ]
+        waited = tuple(unit for unit in needed if unit not in complete)
+        if waited:
+            actions.append(Wait(waited))
+        return actions
+
+    def needed(self, event: Event) -> list[int]:
+        """Units whose weights an entry reads."""
+        return [
+            unit
+            for unit in event.units
+            if unit not in self._persistent
+            and (event.phase is Phase.FORWARD or self._layout.units[unit].backward_needs_weights)
+        ]
+
+    def after(self, event: Event, complete: Collection[int], open_uses: dict[int, int]) -> list[Action]:
+        """Drop what the exit leaves unused."""
+        dropped = tuple(unit for unit in event.units if unit in complete and not open_uses.get(unit))
+        return [Release(dropped)] if dropped else []
+
+    def reductions(self, params: Collection[ParamRef]) -> tuple[tuple[Bucket, ...], list[Action]]:
+        """Reduce the gradients of ``params`` at the end of backward, in buckets of the same size as a schedule's."""
+        buckets, placements = fill_buckets([list(params)], self._layout, int(self._knobs.reduce_bucket_size))
+        actions: list[Action] = []
+        for bucket, refs, _ in placements[0]:
+            actions += [Drain(keep=1), Collect(bucket, refs), Reduce(bucket)]
+        return buckets, actions
