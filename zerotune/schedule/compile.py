@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from zerotune.config.knobs import Knobs, Release as ReleasePolicy
+from zerotune.config.knobs import Knobs
+from zerotune.config.knobs import Release as ReleasePolicy
 from zerotune.schedule.actions import Action, Collect, Drain, Gather, Reason, Reduce, Release, Wait
 from zerotune.schedule.buckets import Bucket, fill_buckets
 from zerotune.schedule.layout import Layout, ParamRef

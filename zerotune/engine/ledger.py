@@ -1,0 +1,151 @@
+"""Keeping the ledger: the one place that counts bytes by class and logs collectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerotune.records import ByteClass, ByteSample, CollectiveEntry, CollectiveKind, Ledger
+
+
+@dataclass
+class PendingCollective:
+    """A collective from its issue to the end of the wait for it."""
+
+    sequence: int
+    kind: CollectiveKind
+    purpose: str
+    units: tuple[str, ...]
+    elements: int
+    sent_bytes: int
+    issued_s: float
+    waited_s: float = 0.0
+
+
+class LedgerKeeper:
+    """Counts always; keeps the history only while recording.
+
+    Args:
+        rank: The rank whose ledger it is.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._bytes = dict.fromkeys(ByteClass, 0)
+        self._peak = dict.fromkeys(ByteClass, 0)
+        self._at_rest: dict[ByteClass, int] = {}
+        self._sequence = 0
+        self._is_recording = False
+        self._begun_s = 0.0
+        self._entries: list[CollectiveEntry] = []
+        self._samples: list[ByteSample] = []
+        self.live_elements = 0
+        self.peak_live_elements = 0
+        self.collectives = 0
+        self.sent_elements = 0
+        self.broadcasts = 0
+
+    def bytes(self, byte_class: ByteClass) -> int:
+        """Bytes of a class that are alive now."""
+        return self._bytes[byte_class]
+
+    @property
+    def totals(self) -> dict[ByteClass, int]:
+        return dict(self._bytes)
+
+    def add(self, byte_class: ByteClass, change: int) -> None:
+        """Count bytes that were allocated (positive) or freed (negative)."""
+        now = self._bytes[byte_class] + change
+        assert now >= 0, f"ledger: {byte_class} would fall below zero"
+        self._bytes[byte_class] = now
+        if now > self._peak[byte_class]:
+            self._peak[byte_class] = now
+        if self._is_recording:
+            self._samples.append(ByteSample(time_s=self._now(), byte_class=byte_class, bytes=now))
+
+    def add_live(self, elements: int) -> None:
+        """Count elements of full parameters that became or ceased to be live."""
+        self.live_elements += elements
+        if self.live_elements > self.peak_live_elements:
+            self.peak_live_elements = self.live_elements
+
+    def issue(
+        self,
+        kind: CollectiveKind,
+        purpose: str,
+        units: Sequence[str],
+        elements: int,
+        sent: int,
+        itemsize: int,
+    ) -> PendingCollective:
+        """Log the issue of a collective.
+
+        Args:
+            kind: Which.
+            purpose: What for.
+            units: Names of the units it carries.
+            elements: Elements of the full, padded tensor.
+            sent: Elements that this rank sends.
+            itemsize: Bytes per element on the wire.
+        """
+        self._sequence += 1
+        self.collectives += 1
+        self.sent_elements += sent
+        if kind is CollectiveKind.BROADCAST:
+            self.broadcasts += 1
+        return PendingCollective(
+            self._sequence, kind, purpose, tuple(units), elements, sent * itemsize, self._now()
+        )
+
+    def begin_wait(self, pending: PendingCollective) -> None:
+        pending.waited_s = self._now()
+
+    def end_wait(self, pending: PendingCollective) -> None:
+        """Log that a collective's result is there for whoever waited."""
+        if not self._is_recording:
+            return
+        self._entries.append(
+            CollectiveEntry(
+                sequence=pending.sequence,
+                kind=pending.kind,
+                purpose=pending.purpose,
+                units=pending.units,
+                elements=pending.elements,
+                sent_bytes=pending.sent_bytes,
+                issued_s=pending.issued_s,
+                waited_s=pending.waited_s,
+                done_s=self._now(),
+            )
+        )
+
+    def begin(self) -> None:
+        """Start recording; peaks and counts begin anew."""
+        self._is_recording = True
+        self._begun_s = time.perf_counter()
+        self._entries = []
+        self._samples = []
+        self._at_rest = dict(self._bytes)
+        self.reset_peaks()
+
+    def reset_peaks(self) -> None:
+        """Begin peaks and counts anew."""
+        self._peak = dict(self._bytes)
+        self.peak_live_elements = self.live_elements
+        self.collectives = 0
+        self.sent_elements = 0
+
+    def end(self) -> Ledger:
+        """Stop recording and hand out what was recorded."""
+        self._is_recording = False
+        return Ledger(
+            rank=self._rank,
+            collectives=sorted(self._entries, key=lambda entry: entry.sequence),
+            samples=self._samples,
+            at_rest=self._at_rest,
+            peak=dict(self._peak),
+            peak_live_elements=self.peak_live_elements,
+        )
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._begun_s
