@@ -53,7 +53,9 @@ def make_cluster(
     nodes: int = 1, ranks_per_node: int = 2, device: str = "cpu", link: str | None = None
 ) -> Fingerprint:
     """A cluster, by the facts that make up its key."""
-    return Fingerprint.of({"device": device, "ranks_per_node": ranks_per_node, "nodes": nodes, "link": link})
+    return Fingerprint.of(
+        {"device": device, "ranks_per_node": ranks_per_node, "nodes": nodes, "link": link or "undeclared"}
+    )
 
 
 def make_measurement(
