@@ -1,0 +1,187 @@
+"""One execution, whatever for. This is the only writer of the store's rows of runs.
+
+The row is written as ``running`` before anything is started and always gets an ending: what was measured, the first
+cause of a failure, or ``interrupted``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zerotune.cluster import GroupFailed
+from zerotune.config.errors import ZerotuneError
+from zerotune.records import Failure, Fingerprint, RunKind, RunRecord, Status
+from zerotune.records.run import now
+from zerotune.runs.folders import run_folder, write_resolved
+from zerotune.runs.owner import this_owner
+from zerotune.runs.reap import interrupted
+from zerotune.runs.versions import versions
+from zerotune.runs.workers import OnProgress, Workers
+from zerotune.store.ids import new_run_id
+from zerotune.store.store import Store
+from zerotune.train.spec import RankReport, RunSpec
+
+# What says nothing about the configuration and may well go right the second time.
+_RETRIED = (Status.NOT_LAUNCHED,)
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What to execute, and what for.
+
+    Attributes:
+        kind: Trial, confirmation or launch.
+        spec: What every rank runs; its ``run_dir`` is set by the executor.
+        workload: Fingerprint of what is trained.
+        study: Study it belongs to, if any.
+        trial_number: Number within the study.
+        is_baseline: Whether these are the defaults.
+        memory_budget: Bytes that the largest peak over ranks is held against.
+        limit_s: A rank that reports nothing for so long has hung.
+    """
+
+    kind: RunKind
+    spec: RunSpec
+    workload: Fingerprint
+    study: str | None = None
+    trial_number: int | None = None
+    is_baseline: bool = False
+    memory_budget: int | None = None
+    limit_s: float = 300.0
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+@dataclass
+class Executor:
+    """Runs requests one after the other on one group of workers.
+
+    Attributes:
+        store: Where rows go.
+        workers: Who runs them.
+        cluster: Fingerprint of where they run.
+        runs_folder: Parent of the runs' folders.
+        retries: How often a run whose ranks could not be started is tried again.
+    """
+
+    store: Store
+    workers: Workers
+    cluster: Fingerprint
+    runs_folder: Path
+    retries: int = 1
+    executed: int = field(default=0, init=False)
+
+    def execute(
+        self,
+        request: RunRequest,
+        on_progress: OnProgress = _nothing,
+        on_start: Callable[[RunRecord], None] = _nothing,
+    ) -> RunRecord:
+        """Run a request to its end and return its final row.
+
+        A run that fails is a row with a ``failure``, not an exception.
+
+        Args:
+            request: What to run.
+            on_progress: Called with the progress of rank 0.
+            on_start: Called with the row once it is in the store.
+
+        Raises:
+            ResourceError: The cluster cannot give the ranks any more.
+            UsageError: The store or the run's folder cannot be written.
+            KeyboardInterrupt: Broken off by the user; the row says ``interrupted``.
+        """
+        record = self._open(request)
+        try:
+            on_start(record)
+            reports = self._run(request, record, on_progress)
+        except GroupFailed as failed:
+            record = _with_failure(record, failed.failure)
+        except KeyboardInterrupt:
+            self._close(interrupted(record, "interrupted by the user"))
+            raise
+        except BaseException as error:
+            self._close(_with_failure(record, _cause(error)))
+            raise
+        else:
+            record = _with_reports(record, reports)
+            write_resolved(Path(record.run_dir or "."), record.config)
+            ledgers = [report.ledger for report in reports if report.ledger is not None]
+            if ledgers:
+                self.store.save_ledgers(record.run_id, ledgers)
+        return self._close(record)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.workers.close()
+
+    def _open(self, request: RunRequest) -> RunRecord:
+        run_id = new_run_id(request.kind)
+        folder = run_folder(self.runs_folder, run_id)
+        write_resolved(folder, request.spec.job)
+        record = RunRecord(
+            run_id=run_id,
+            kind=request.kind,
+            status=Status.RUNNING,
+            config=request.spec.job,
+            workload=request.workload,
+            cluster=self.cluster,
+            study=request.study,
+            trial_number=request.trial_number,
+            is_baseline=request.is_baseline,
+            memory_budget=request.memory_budget,
+            versions=versions(),
+            owner=this_owner(),
+            run_dir=str(folder),
+        )
+        self.store.add_run(record)
+        self.executed += 1
+        return record
+
+    def _run(self, request: RunRequest, record: RunRecord, on_progress: OnProgress) -> list[RankReport]:
+        assert record.run_dir is not None
+        spec = request.spec.model_copy(update={"run_dir": record.run_dir})
+        for attempt in range(self.retries + 1):
+            try:
+                return self.workers.run(spec, request.limit_s, on_progress)
+            except GroupFailed as failed:
+                if failed.failure.status not in _RETRIED or attempt == self.retries:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _close(self, record: RunRecord) -> RunRecord:
+        record = record.model_copy(update={"ended": now()})
+        self.store.update_run(record)
+        return record
+
+
+def _with_reports(record: RunRecord, reports: list[RankReport]) -> RunRecord:
+    first = reports[0]
+    measurement = first.measurement
+    feasible = None
+    if record.memory_budget is not None and measurement is not None:
+        feasible = measurement.peak_memory_bytes <= record.memory_budget
+    return record.model_copy(
+        update={
+            "status": Status.COMPLETE,
+            "config": first.job,
+            "measurement": measurement,
+            "feasible": feasible,
+            "checkpoint": first.checkpoint,
+            "steps_done": first.first_step + len(first.losses),
+        }
+    )
+
+
+def _with_failure(record: RunRecord, failure: Failure) -> RunRecord:
+    return record.model_copy(update={"status": failure.status, "failure": failure})
+
+
+def _cause(error: BaseException) -> Failure:
+    if isinstance(error, ZerotuneError):
+        return Failure(status=Status.NOT_LAUNCHED, message=error.message, remedy=error.remedy)
+    return Failure(status=Status.FAILED, message=f"{type(error).__name__}: {error}")

@@ -1,0 +1,44 @@
+"""When two configurations are the same, and how one differs from the baseline."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from zerotune.config.knobs import REGISTRY, Release, knob_values
+from zerotune.config.schema import JobConfig
+
+
+def acting_knobs(job: JobConfig) -> dict[str, Any]:
+    """The knobs that act in a resolved configuration, in the registry's order.
+
+    A knob that does nothing in this stage, or without another one, is left out: two configurations that differ
+    only in it run the same.
+    """
+    assert job.train.micro_batch_size is not None
+    acting = {
+        name: value
+        for name, value in knob_values(job.zero, job.train.micro_batch_size)
+        if job.zero.stage in REGISTRY[name].stages
+    }
+    if job.zero.release is not Release.REUSE:
+        acting.pop("max_reuse_distance", None)
+    return acting
+
+
+def canonical_key(job: JobConfig) -> str:
+    """Text that is equal exactly for configurations that run the same."""
+    return json.dumps(acting_knobs(job), sort_keys=True, default=str)
+
+
+def changes(job: JobConfig, baseline: JobConfig) -> dict[str, str]:
+    """Knobs of ``job`` that act and differ from the baseline's."""
+    usual = acting_knobs(baseline)
+    return {name: shown(value) for name, value in acting_knobs(job).items() if usual.get(name) != value}
+
+
+def shown(value: Any) -> str:
+    """A knob's value as a user would write it."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,119 @@
+"""The winner is confirmed in turns: the best few and the baseline are measured again, A B C D A B C D …
+
+Single measurements minutes apart compare the machine's moods as much as the configurations. Within one round the
+candidates run right after each other, so their ratio in that round is a paired observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from zerotune.records import Interval, RunRecord, Status
+from zerotune.records.events import Confirmed
+from zerotune.search.feasibility import is_feasible
+from zerotune.train.measure import paired_ratio
+
+CONTENDERS = 3
+WARMUP_STEPS = 2
+STEADY_STEPS = 5
+
+Round = dict[int, float]
+"""Step time in seconds of every candidate of one round, by trial number."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Who is measured in turns.
+
+    Attributes:
+        reference: What ratios are relative to: the baseline, or the first feasible run if the baseline is not.
+        order: All of them, in the order of their turns, the reference first.
+    """
+
+    reference: RunRecord
+    order: tuple[RunRecord, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(_number(record) for record in self.order)
+
+
+def _number(record: RunRecord) -> int:
+    assert record.trial_number is not None
+    return record.trial_number
+
+
+def better_key(objective: str) -> Callable[[RunRecord], tuple[float, float]]:
+    """Sort key of measured runs under an objective, best first; the other figure breaks ties."""
+
+    def key(record: RunRecord) -> tuple[float, float]:
+        assert record.measurement is not None
+        throughput = -record.measurement.tokens_per_second.value
+        memory = float(record.measurement.peak_memory_bytes)
+        return (memory, throughput) if objective == "memory" else (throughput, memory)
+
+    return key
+
+
+def choose_candidates(trials: Iterable[RunRecord], objective: str) -> Candidates | None:
+    """The best few feasible trials and what they are compared with; ``None`` if none is feasible."""
+    feasible = [record for record in trials if is_feasible(record)]
+    if not feasible:
+        return None
+    baseline = next((record for record in feasible if record.is_baseline), None)
+    reference = baseline or min(feasible, key=_number)
+    others = [record for record in feasible if record is not reference]
+    best = sorted(others, key=better_key(objective))[:CONTENDERS]
+    return Candidates(reference, (reference, *best))
+
+
+def complete_rounds(confirmations: Iterable[RunRecord], numbers: Iterable[int]) -> list[Round]:
+    """Rounds that earlier sessions finished, from the rows of the store in the order of their creation.
+
+    A round counts if every candidate was measured in it and nobody twice; one that was broken off is dropped, for
+    its halves were not measured beside each other.
+    """
+    wanted = set(numbers)
+    rounds: list[Round] = []
+    current: Round = {}
+    for record in confirmations:
+        number = record.trial_number
+        if number not in wanted or record.status is not Status.COMPLETE or record.measurement is None:
+            continue
+        if number in current:
+            current = {}
+        current[number] = record.measurement.step_time_s.value
+        if len(current) == len(wanted):
+            rounds.append(current)
+            current = {}
+    return rounds
+
+
+def judge(candidates: Candidates, rounds: list[Round], objective: str) -> list[Confirmed]:
+    """Paired ratios of every candidate over the reference, the winner first.
+
+    By throughput the best median wins; by memory the smallest peak, which does not depend on the machine's mood.
+    """
+    reference = _number(candidates.reference)
+    confirmed = {}
+    for record in candidates.order:
+        number = _number(record)
+        if number == reference:
+            ratio = Interval(value=1.0, low=1.0, high=1.0)
+        else:
+            ratio = paired_ratio([r[reference] for r in rounds], [r[number] for r in rounds])
+        confirmed[number] = Confirmed(run_id=record.run_id, speedup=ratio, rounds=len(rounds))
+
+    def place(record: RunRecord) -> tuple[float, float]:
+        slowness = -confirmed[_number(record)].speedup.value
+        assert record.measurement is not None
+        memory = float(record.measurement.peak_memory_bytes)
+        return (memory, slowness) if objective == "memory" else (slowness, memory)
+
+    return [confirmed[_number(record)] for record in sorted(candidates.order, key=place)]
+
+
+def is_tie(speedup: Interval) -> bool:
+    """Whether a speed-up lies inside the noise."""
+    return speedup.low <= 1.0 <= speedup.high

@@ -1,0 +1,381 @@
+"""A search from its first trial to its confirmed winner: ask-and-tell in the driver, one trial at a time.
+
+Everything that must survive a killed driver is in the store before and after each trial, so that a search is
+resumed by doing the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import optuna
+
+from zerotune.config.errors import UsageError
+from zerotune.config.schema import JobConfig
+from zerotune.records import RunKind, RunRecord, Status, StudyRecord
+from zerotune.records.events import (
+    ConfirmationProgress,
+    Event,
+    Notice,
+    SearchFinished,
+    SearchResult,
+    SearchStarted,
+    TrialFinished,
+    TrialProgress,
+    TrialStarted,
+)
+from zerotune.runs.execute import Executor, RunRequest
+from zerotune.runs.owner import is_alive, this_owner
+from zerotune.runs.reap import reap
+from zerotune.search import confirm
+from zerotune.search.budget import Budget
+from zerotune.search.configuration import canonical_key, changes
+from zerotune.search.feasibility import directions, is_feasible
+from zerotune.search.nothing import all_failed, why_no_winner
+from zerotune.search.plan import SearchPlan
+from zerotune.search.progress import deserves_second_chance, finished_trials, histogram, trial_rows
+from zerotune.search.propose import Proposal, Proposer
+from zerotune.search.question import check_same_question
+from zerotune.search.sampler import make_sampler
+from zerotune.store.store import Store
+from zerotune.train.context import Progress
+from zerotune.train.spec import RunSpec
+
+Emit = Callable[[Event], None]
+
+GIVE_UP_SHARE = 0.9
+"""A trial whose whole interval lies below this share of the best cannot win, and is not measured any finer."""
+
+_HOPELESS = 3
+"""So many failures at the start of a session, and nothing else, end it: the fault is not in the knobs."""
+
+_DRIVER = "zerotune:driver"
+
+
+@dataclass
+class Search:
+    """One session of a search.
+
+    Attributes:
+        plan: What is asked.
+        store: Where everything is kept.
+        executor: Who runs trials.
+        emit: Told what happens.
+    """
+
+    plan: SearchPlan
+    store: Store
+    executor: Executor
+    emit: Emit
+    _budget: Budget = field(init=False)
+    _optuna: optuna.Study = field(init=False)
+    _proposer: Proposer = field(init=False)
+    _finished: list[RunRecord] = field(init=False)
+
+    def run(self) -> SearchResult:
+        """Search until the budget is spent, confirm the winner, and return it.
+
+        Raises:
+            UsageError: The study asked another question, or somebody else is at work on it.
+            NothingFeasible: No trial meets the memory budget.
+            RunFailed: No trial ran to its end.
+            ResourceError: The cluster cannot give the ranks any more.
+            KeyboardInterrupt: The same search goes on from here.
+        """
+        self._open()
+        try:
+            ended_because = self._trials()
+            result = self._conclude(ended_because)
+        finally:
+            self._save_wall_seconds()
+            self._optuna.set_user_attr(_DRIVER, None)
+        self.emit(SearchFinished(result=result))
+        return result
+
+    # ------------------------------------------------------------------------------------------------- opening
+
+    def _open(self) -> None:
+        plan = self.plan
+        known = self.store.find_study(plan.study)
+        if known is None:
+            known = StudyRecord(
+                name=plan.study,
+                fingerprint=plan.question,
+                workload=plan.workload,
+                cluster=plan.cluster,
+                objective=plan.search.objective,
+                memory_budget=plan.search.memory_budget,
+                trials_wanted=plan.search.trials,
+            )
+            self.store.add_study(known)
+        check_same_question(known, plan.question)
+        self._study = known
+        self._optuna = self._open_optuna()
+        self._lock()
+        for ghost in reap(self.store, plan.study):
+            self.emit(Notice(message=f"trial {ghost.trial_number} ({ghost.run_id}) was broken off earlier"))
+        self._refresh()
+        self._proposer = Proposer(self._optuna, plan, self._finished)
+        self._proposer.take_up(trial_rows(self.store, plan.study))
+        self._budget = Budget(
+            trials=plan.search.trials,
+            time_s=plan.search.time,
+            confirmations=plan.search.confirm_rounds * (confirm.CONTENDERS + 1),
+            spent_s=known.wall_seconds,
+        )
+        self._budget.learn_from(self._finished)
+        self._update_study(trials_wanted=plan.search.trials)
+        self.emit(
+            SearchStarted(
+                study=plan.study,
+                trials=plan.search.trials,
+                finished=len(self._finished),
+                ranks=plan.ranks,
+                objective=plan.search.objective,
+                memory_budget=plan.search.memory_budget,
+                time_budget=plan.search.time,
+                spent_seconds=known.wall_seconds,
+                space=plan.search.space,
+            )
+        )
+
+    def _open_optuna(self) -> optuna.Study:
+        storage = self.store.open_optuna_storage()
+        name, objective = self.plan.study, self.plan.search.objective
+        study = optuna.create_study(
+            storage=storage, study_name=name, directions=directions(objective), load_if_exists=True
+        )
+        trials = len(study.get_trials(deepcopy=False))
+        study.sampler = make_sampler(self.plan.search.sampler, self.plan.search.seed, trials)
+        return study
+
+    def _lock(self) -> None:
+        """Refuse a study that another live driver works on, and sign as its driver."""
+        owner = self._optuna.user_attrs.get(_DRIVER)
+        if owner is not None and owner != this_owner() and is_alive(owner):
+            host, pid, _ = owner.rsplit(":", 2)
+            raise UsageError(
+                f"study {self.plan.study!r} is being searched by process {pid} on {host}",
+                "wait for it, or give another --study name",
+            )
+        self._optuna.set_user_attr(_DRIVER, this_owner())
+
+    def _refresh(self) -> None:
+        self._finished = finished_trials(trial_rows(self.store, self.plan.study))
+
+    def _update_study(self, **values: object) -> None:
+        self._study = self._study.model_copy(update=values)
+        self.store.update_study(self._study)
+
+    def _save_wall_seconds(self) -> None:
+        self._update_study(wall_seconds=self._budget.wall_seconds)
+
+    # -------------------------------------------------------------------------------------------------- trials
+
+    def _trials(self) -> str:
+        """Run trials until a budget is spent; say which."""
+        failed = 0
+        while len(self._finished) < self.plan.search.trials:
+            if self._finished and self._budget.time_is_up():
+                return "time"
+            proposal = self._proposer.next()
+            if proposal is None:
+                self.emit(Notice(message=f"the space has no more than {len(self._finished)} configurations"))
+                return "exhausted"
+            record = self._trial(proposal)
+            failed = failed + 1 if record.status is Status.FAILED else -len(self._finished)
+            if failed == _HOPELESS and not any(row.measurement for row in self._finished):
+                raise all_failed(self._finished)
+        return "trials"
+
+    def _trial(self, proposal: Proposal) -> RunRecord:
+        job = proposal.job
+        is_baseline = canonical_key(job) == self.plan.baseline_key
+        request = RunRequest(
+            kind=RunKind.TRIAL,
+            spec=RunSpec(
+                job=job,
+                mode="measure",
+                run_dir="",
+                warmup_steps=self.plan.search.warmup_steps,
+                min_steps=self.plan.search.min_steps,
+                max_steps=self.plan.search.max_steps,
+                give_up_below=self._give_up_below(),
+            ),
+            workload=self.plan.workload,
+            study=self.plan.study,
+            trial_number=len(self._finished),
+            is_baseline=is_baseline,
+            memory_budget=self.plan.search.memory_budget,
+            limit_s=self.plan.search.trial_timeout,
+        )
+
+        def started(row: RunRecord) -> None:
+            self._proposer.running(proposal, row)
+            self.emit(
+                TrialStarted(
+                    run_id=row.run_id,
+                    number=len(self._finished),
+                    source=proposal.source,
+                    changes=changes(job, self.plan.baseline),
+                )
+            )
+            self._run_id = row.run_id
+
+        try:
+            record = self.executor.execute(request, self._progress, started)
+        except BaseException:
+            self._proposer.give_back(proposal)
+            raise
+        self._refresh()
+        if deserves_second_chance(record, self._finished):
+            self._proposer.give_back(proposal)
+        else:
+            self._proposer.tell(proposal, record)
+        self._after(record)
+        return record
+
+    def _progress(self, progress: Progress) -> None:
+        self.emit(
+            TrialProgress(
+                run_id=self._run_id,
+                phase=progress.phase,
+                step=progress.step,
+                steps=progress.steps,
+                loss=progress.loss,
+                tokens_per_second=progress.tokens_per_second,
+                memory_bytes=progress.memory_bytes,
+            )
+        )
+
+    def _after(self, record: RunRecord) -> None:
+        if record.ended is not None:
+            self._budget.add_trial((record.ended - record.created).total_seconds())
+        self._save_wall_seconds()
+        self.emit(
+            TrialFinished(
+                run=record,
+                changes=changes(record.config, self.plan.baseline),
+                finished=len(self._finished),
+                trials=self.plan.search.trials,
+                eta_seconds=self._budget.eta_seconds(len(self._finished)),
+                best=self._best_so_far(),
+                baseline=self._baseline(),
+            )
+        )
+
+    def _best_so_far(self) -> RunRecord | None:
+        feasible = [row for row in self._finished if is_feasible(row)]
+        return min(feasible, key=confirm.better_key(self.plan.search.objective), default=None)
+
+    def _baseline(self) -> RunRecord | None:
+        return next((row for row in self._finished if row.is_baseline), None)
+
+    def _give_up_below(self) -> float | None:
+        """Tokens per second below which a trial cannot win; only speed alone can be given up on."""
+        best = self._best_so_far()
+        if self.plan.search.objective != "throughput" or best is None or best.measurement is None:
+            return None
+        return GIVE_UP_SHARE * best.measurement.tokens_per_second.value
+
+    # ------------------------------------------------------------------------------------------------- the end
+
+    def _conclude(self, ended_because: str) -> SearchResult:
+        objective = self.plan.search.objective
+        candidates = confirm.choose_candidates(self._finished, objective)
+        if candidates is None:
+            raise why_no_winner(self._finished, self.plan.baseline)
+        candidates, rounds = self._confirm(candidates)
+        confirmed = confirm.judge(candidates, rounds, objective)
+        best = next(row for row in candidates.order if row.run_id == confirmed[0].run_id)
+        has_baseline = candidates.reference.is_baseline
+        speedup = confirmed[0].speedup if has_baseline else None
+        tie = speedup is not None and confirm.is_tie(speedup)
+        self._update_study(best=best.run_id, speedup=speedup, is_tie=tie)
+        return SearchResult(
+            study=self.plan.study,
+            counts=histogram(self._finished),
+            baseline=self._baseline(),
+            best=best,
+            reference=None if has_baseline else candidates.reference.run_id,
+            speedup=speedup,
+            is_tie=tie,
+            confirmed=confirmed,
+            trials=self._finished,
+            ended_because=ended_because,
+            wall_seconds=self._budget.wall_seconds,
+            executed=self.executor.executed,
+        )
+
+    def _confirm(self, candidates: confirm.Candidates) -> tuple[confirm.Candidates, list[confirm.Round]]:
+        """Measure the candidates in turns; whoever fails now drops out, unless it is the reference."""
+        wanted = self.plan.search.confirm_rounds
+        if len(candidates.order) == 1:
+            return candidates, []
+        rows = self.store.runs(study=self.plan.study, kind=RunKind.CONFIRMATION)
+        rounds = confirm.complete_rounds(rows, candidates.numbers)[:wanted]
+        while len(rounds) < wanted:
+            current: confirm.Round = {}
+            for turn, candidate in enumerate(candidates.order):
+                assert candidate.trial_number is not None
+                total = wanted * len(candidates.order)
+                done = len(rounds) * len(candidates.order) + turn
+                self.emit(
+                    ConfirmationProgress(
+                        round=len(rounds) + 1,
+                        rounds=wanted,
+                        done=done,
+                        total=total,
+                        trial_number=candidate.trial_number,
+                        eta_seconds=self._budget.confirmation_eta_seconds(total - done),
+                    )
+                )
+                record = self._measure_again(candidate)
+                if record.measurement is None:
+                    remaining = candidates.without(candidate)
+                    said = record.failure.message if record.failure else record.status.value
+                    self.emit(
+                        Notice(message=f"trial {candidate.trial_number} failed when measured again: {said}")
+                    )
+                    if remaining is None:
+                        raise all_failed([record])
+                    candidates = remaining
+                    rounds = [{n: r[n] for n in candidates.numbers} for r in rounds]
+                    break
+                current[candidate.trial_number] = record.measurement.step_time_s.value
+            else:
+                rounds.append(current)
+            if len(candidates.order) == 1:
+                return candidates, []
+        return candidates, rounds
+
+    def _measure_again(self, candidate: RunRecord) -> RunRecord:
+        record = self.executor.execute(
+            RunRequest(
+                kind=RunKind.CONFIRMATION,
+                spec=RunSpec(
+                    job=candidate.config,
+                    mode="measure",
+                    run_dir="",
+                    warmup_steps=confirm.WARMUP_STEPS,
+                    min_steps=confirm.STEADY_STEPS,
+                    max_steps=confirm.STEADY_STEPS,
+                    profile_memory=False,
+                    record_ledger=False,
+                ),
+                workload=self.plan.workload,
+                study=self.plan.study,
+                trial_number=candidate.trial_number,
+                is_baseline=candidate.is_baseline,
+                limit_s=self.plan.search.trial_timeout,
+            )
+        )
+        if record.ended is not None:
+            self._budget.add_confirmation((record.ended - record.created).total_seconds())
+        return record
+
+
+def baseline_of(job: JobConfig) -> JobConfig:
+    """The defaults that a speed-up is measured against: the file's workload, no knob of its own."""
+    return job.model_copy(update={"zero": type(job.zero)()})
