@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
+from zerotune.config.section import Section
 from zerotune.config.units import parse_elements
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 
 
 class Release(StrEnum):
@@ -48,13 +49,11 @@ ElementsOrNone = Annotated[int | None, BeforeValidator(_elements_or_none)]
 UnitSize = Annotated[int | Literal["block"], BeforeValidator(_unit_size)]
 
 
-class Knobs(BaseModel):
+class Knobs(Section):
     """One setting of the knobs that stand under ``zero:`` in model.yaml.
 
     Sizes are in elements. ``auto`` becomes a number once the model is known (:func:`zerotune.schedule.resolve`).
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     stage: Literal[0, 3] = 3
     unit_size: UnitSize = "block"

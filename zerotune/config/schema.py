@@ -6,19 +6,13 @@ Every field but ``model`` has a default. Reading a file, with line numbers in it
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from zerotune.config.knobs import Knobs, OptimizerName
+from zerotune.config.section import Section
 from zerotune.config.units import Bytes, Duration
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
 
 # ---------------------------------------------------------------------------------------------------- model
 
@@ -60,7 +54,9 @@ class LlamaConfig(Section):
         if self.d_model % self.heads:
             raise ValueError(f"d_model {self.d_model} is not divisible by heads {self.heads}")
         if (self.d_model // self.heads) % 2:
-            raise ValueError(f"d_model / heads is {self.d_model // self.heads}, which rotary positions need even")
+            raise ValueError(
+                f"d_model / heads is {self.d_model // self.heads}, which rotary positions need even"
+            )
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         return self
@@ -81,40 +77,26 @@ class HfConfig(Section):
 
 
 class FactoryConfig(Section):
-    """The user's own code: ``module:function`` or ``path/to/file.py:function``, called with ``args``."""
+    """The user's own code: ``module:function`` or ``path/to/file.py:function``, called with ``args``.
+
+    ``factory: pkg.module:fn`` is short for ``factory: {factory: pkg.module:fn}``.
+    """
+
+    shorthand: ClassVar[str | None] = "factory"
 
     factory: str = Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-def _factory_shorthand(value: Any) -> Any:
-    """``factory: pkg.module:fn`` is short for ``factory: {factory: pkg.module:fn}``."""
-    return {"factory": value} if isinstance(value, str) else value
-
-
-Factory = Annotated[FactoryConfig, BeforeValidator(_factory_shorthand)]
-
-
-def _exactly_one(section: BaseModel, what: str) -> None:
-    names = list(type(section).model_fields)
-    given = [name for name in names if getattr(section, name) is not None]
-    if len(given) != 1:
-        found = " and ".join(given) if given else "none"
-        raise ValueError(f"{what} takes exactly one of {', '.join(names)}; found {found}")
-
-
 class ModelConfig(Section):
     """What is trained: exactly one of the kinds."""
+
+    exactly_one: ClassVar[bool] = True
 
     gpt: GptConfig | None = None
     llama: LlamaConfig | None = None
     hf: HfConfig | None = None
-    factory: Factory | None = None
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        _exactly_one(self, "model")
-        return self
+    factory: FactoryConfig | None = None
 
 
 # ----------------------------------------------------------------------------------------------------- data
@@ -140,26 +122,25 @@ class SyntheticConfig(Section):
 class DataConfig(Section):
     """What it is trained on: exactly one of the kinds."""
 
+    exactly_one: ClassVar[bool] = True
+
     text: TextConfig | None = None
     synthetic: SyntheticConfig | None = None
-    factory: Factory | None = None
+    factory: FactoryConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _default_is_text(cls, value: Any) -> Any:
         return {"text": {}} if value in (None, {}) else value
 
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        _exactly_one(self, "data")
-        return self
-
 
 # ---------------------------------------------------------------------------------------------------- train
 
 
 class OptimizerConfig(Section):
-    """An optimizer by name; fields that the named optimizer does not have must stay at their defaults."""
+    """An optimizer by name. ``betas`` and ``eps`` belong to AdamW, ``momentum`` and ``nesterov`` to SGD."""
+
+    shorthand: ClassVar[str | None] = "name"
 
     name: OptimizerName = OptimizerName.ADAMW
     lr: float = Field(3e-4, ge=0)
@@ -168,6 +149,15 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0)
     momentum: float = Field(0.0, ge=0, lt=1)
     nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _as_torch_wants_it(self) -> Self:
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas {list(self.betas)} are out of range; each is at least 0 and below 1")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
 
 
 class LrScheduleConfig(Section):
@@ -179,10 +169,6 @@ class LrScheduleConfig(Section):
     min_ratio: float = Field(0.0, ge=0, le=1)
 
 
-def _optimizer_shorthand(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
 class TrainConfig(Section):
     """How it is trained. ``global_batch_size`` is part of the workload; ``micro_batch_size`` is a knob."""
 
@@ -190,7 +176,7 @@ class TrainConfig(Section):
     global_batch_size: int = Field(8, ge=1)
     micro_batch_size: int | None = Field(None, ge=1)
     precision: Literal["fp32", "bf16"] = "fp32"
-    optimizer: Annotated[OptimizerConfig, BeforeValidator(_optimizer_shorthand)] = OptimizerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     clip_norm: float | None = Field(None, gt=0)
     engine: Literal["zerotune"] = "zerotune"
