@@ -48,5 +48,5 @@ class RankGroup:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         everyone = torch.empty(self.size * len(values), dtype=torch.float64, device=self.device)
-        dist.all_gather_into_tensor(everyone, mine, group=self.process_group)
+        dist.all_gather_single(everyone, mine, group=self.process_group)
         return everyone.view(self.size, len(values)).tolist()

@@ -1,0 +1,391 @@
+"""The ZeRO engine: plain data parallelism (stage 0) and full partitioning (stage 3) behind one protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from zerotune.config.errors import RunFailed, UsageError
+from zerotune.config.knobs import Knobs
+from zerotune.engine import LedgerKeeper, RankGroup, StepResult
+from zerotune.models.units import cut_into_units, largest_block, layout_of
+from zerotune.models.uses import UseWatcher, tensors_in
+from zerotune.records import ByteClass, Ledger
+from zerotune.schedule import ParamRef, Schedule, resolve_knobs
+from zerotune.zero.comm import Communicator
+from zerotune.zero.executor import Executor
+from zerotune.zero.gatherer import Gatherer
+from zerotune.zero.optimizer import OptimizerFactory, optimizer_bytes, shard_optimizer, squared_norm
+from zerotune.zero.pool import BufferPool
+from zerotune.zero.reducer import Reducer
+from zerotune.zero.shards import ShardedParam, ShardStore
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class ZeroEngine:
+    """A model trained under ZeRO on the ranks of a group.
+
+    The module is taken over: its parameters stay its own, but outside of a forward or backward pass their storage is
+    empty (at stage 3), and what the optimizer updates are this rank's slices. The mathematics is that of plain data
+    parallelism under every setting of the knobs.
+
+    Use it in a loop of your own, started with torchrun or any other launcher::
+
+        engine = zerotune.ZeroEngine(model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-4))
+        for x, y in batches:
+            loss = loss_function(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+
+    Args:
+        module: The model, built alike on every rank; rank 0's values win.
+        optimizer: An elementwise torch optimizer built on the model's parameters, or a callable that builds one from
+            parameter groups, or ``None`` for AdamW.
+        knobs: What moves time and memory. Default: stage 3 with every size ``auto``.
+        group: The ranks. Default: the default group of ``torch.distributed``, or a single process.
+        precision: ``fp32``, or ``bf16`` with fp32 master weights, gradients and optimizer state.
+        clip_norm: Largest global 2-norm of the gradient; ``None`` for no clipping.
+
+    Raises:
+        UsageError: Something in the model or the optimizer cannot work; the message names the parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+        knobs: Knobs | None = None,
+        group: RankGroup | None = None,
+        precision: Literal["fp32", "bf16"] = "fp32",
+        clip_norm: float | None = None,
+    ) -> None:
+        self.module = module
+        self.group = group or RankGroup.default()
+        self.precision = precision
+        self._dtype = COMPUTE_DTYPE[precision]
+        self._clip_norm = clip_norm
+        _refuse_what_cannot_work(module, self.group.device)
+        self.knobs = resolve_knobs(knobs or Knobs(), largest_block(module))
+        self._is_replicated = self.knobs.stage == 0
+
+        self.ledger = LedgerKeeper(self.group.rank)
+        self._comm = Communicator(self.group, self.ledger, self.knobs.overlap_comm)
+        self._pool = BufferPool(self.group.device, self.ledger)
+        self._agree_on_values()
+        units = cut_into_units(module, self.knobs.unit_size)
+        threshold = int(self.knobs.param_persistence_threshold)
+        self.layout = layout_of(units, self.group.size, threshold, self.knobs.stage)
+        self.shards = ShardStore(
+            units, self.layout, self.group.rank, self.knobs.stage, self._dtype, self.group.device, self.ledger
+        )
+        if not self.shards.trainable:
+            raise UsageError("the model has nothing to train: no parameter requires a gradient")
+        self._gatherer = Gatherer(
+            self.shards, self.group.size, self._comm, self._pool, self.ledger, self._dtype
+        )
+        self._reducer = Reducer(
+            self.shards, self.layout, self._comm, self._pool, self.ledger, self._dtype, self._is_replicated
+        )
+        self._executor = Executor(self.knobs, self.layout, self._gatherer, self._reducer)
+        self.optimizer = shard_optimizer(optimizer, self.shards.trainable)
+        self._optimizer_bytes = 0
+        uses = {unit.module: (unit.label, (index,)) for index, unit in enumerate(units)}
+        self._watcher = UseWatcher(module, uses, self._executor)
+        self._requires_grad = [p.param.requires_grad for p in self.shards.params]
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        self._weight_sum = 0.0
+        self.steps = 0
+        self.ledger.reset_peaks()
+
+    # -------------------------------------------------------------------------------------------- a training step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass; floating-point inputs are cast to the compute dtype."""
+        if self._dtype is not torch.float32:
+            args, kwargs = _cast(args, self._dtype), _cast(kwargs, self._dtype)
+        with self._clean_on_error():
+            return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
+        """Add the gradients of a micro-batch.
+
+        Args:
+            loss: Scalar mean over the micro-batch's items.
+            weight: Number of items it is the mean of. The step's gradient is that of ``sum(weight * loss) /
+                sum(weight)`` over all ranks and micro-batches, however items fall.
+        """
+        if loss.numel() != 1:
+            raise UsageError(
+                f"the loss has shape {tuple(loss.shape)}", "reduce it to a scalar mean before backward"
+            )
+        self._loss_sum += loss.detach().to(torch.float64) * weight
+        self._weight_sum += weight
+        with self._clean_on_error():
+            self._watcher.begin_backward()
+            (loss * weight if weight != 1.0 else loss).backward()
+            self._watcher.end_backward()
+            self._check_requires_grad()
+            self._executor.end_backward()
+        self._executor.window_position += 1
+
+    def step(self) -> StepResult:
+        """Reduce, clip, update the parameters, and begin the next accumulation window.
+
+        Raises:
+            RunFailed: There was no backward pass, or the ranks ran different schedules.
+        """
+        self._executor.finish_open_passes()
+        self._reducer.drain()
+        if self._executor.window_position == 0:
+            raise RunFailed("step() without a backward pass before it")
+        trainable = self.shards.trainable
+        squares = squared_norm(trainable, self.group.size, self.group.rank, self._is_replicated)
+        untouched = sum(1 for p in trainable if p.ref not in self._reducer.touched)
+        numbers = self.group.gather_numbers(
+            [
+                float(self._loss_sum),
+                self._weight_sum,
+                float(squares),
+                float(untouched),
+                *self._digest_numbers(),
+            ]
+        )
+        self._compare_digests([row[4:] for row in numbers])
+        weight = math.fsum(row[1] for row in numbers)
+        if weight <= 0:
+            raise RunFailed("the step has no items: every micro-batch on every rank had weight 0")
+        loss = math.fsum(row[0] for row in numbers) / weight
+        norm = math.sqrt(sum(row[2] for row in numbers)) / weight
+        unused = self._unused_everywhere() if any(row[3] for row in numbers) else set()
+
+        factor = 1.0 / weight
+        if self._clip_norm is not None and math.isfinite(norm):
+            factor *= min(1.0, self._clip_norm / (norm + 1e-6))
+        if factor != 1.0:
+            torch._foreach_mul_(self.shards.flat_grads, factor)
+        for param in trainable:
+            param.master.grad = None if param.ref in unused else param.grad
+        self.optimizer.step()
+        for param in trainable:
+            param.master.grad = None
+            param.has_grad = False
+        self._account_optimizer()
+        self._publish_updates()
+        self._begin_window()
+        self.steps += 1
+        return StepResult(loss=loss, weight=weight, grad_norm=norm)
+
+    def flush(self) -> None:
+        """Drop everything that is only held to be fast: after it nothing is live, and pools are empty."""
+        self._executor.finish_open_passes()
+        self._reducer.drain()
+        self._gatherer.release_all()
+        self._pool.flush()
+
+    def train(self, mode: bool = True) -> ZeroEngine:
+        """As the module's own ``train``."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> ZeroEngine:
+        """As the module's own ``eval``."""
+        return self.train(False)
+
+    # -------------------------------------------------------------------------------------------------- state
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Full parameters and buffers on the CPU, as the plain module's ``state_dict()``; a collective call.
+
+        Every rank gets all of it; parameters are fp32 whatever the precision. At most one unit is gathered at a time.
+        """
+        full: dict[torch.Tensor, torch.Tensor] = {}
+        for param in self.shards.params:
+            full[param.param] = self._full_master(param)
+        state: dict[str, torch.Tensor] = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            state[name] = full[value] if value in full else value.detach().cpu().clone()
+        return state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The same as :meth:`full_state_dict`."""
+        return self.full_state_dict()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load full parameters and buffers, as the plain module's ``load_state_dict``.
+
+        Args:
+            state: As :meth:`full_state_dict` gives it; the same on every rank.
+
+        Raises:
+            UsageError: A name is missing or unknown, or a shape differs.
+        """
+        self.flush()
+        own = self.module.state_dict(keep_vars=True)
+        missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+        if missing or unknown:
+            raise UsageError(
+                f"the state does not fit the model: missing {missing[:3]}, unknown {unknown[:3]}"
+            )
+        by_identity = {p.param: p for p in self.shards.params}
+        for name, value in own.items():
+            if tuple(value.shape) != tuple(state[name].shape):
+                raise UsageError(
+                    f"{name} has shape {tuple(state[name].shape)}, the model's is {tuple(value.shape)}"
+                )
+            sharded = by_identity.get(value)
+            if sharded is None:
+                value.data.copy_(state[name])
+            else:
+                self._load_master(sharded, state[name])
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Rebuild every derived copy from the masters, after they were written from outside."""
+        self._publish_updates()
+
+    def at_rest(self) -> dict[ByteClass, int]:
+        """Bytes by class that this rank holds now."""
+        return self.ledger.totals
+
+    def begin_ledger(self) -> None:
+        """Record the ledger from here on."""
+        self.ledger.begin()
+
+    def end_ledger(self) -> Ledger:
+        """Stop recording; return what was recorded since :meth:`begin_ledger`."""
+        return self.ledger.end()
+
+    @property
+    def peak_live_elements(self) -> int:
+        """Largest number of live elements since the ledger began."""
+        return self.ledger.peak_live_elements
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """The schedules compiled so far, for inspection."""
+        return [schedule for orders in self._executor.book._orders.values() for schedule in orders]
+
+    def close(self) -> None:
+        """Take the hooks off the module and drop all storage; the module is left without parameters' values."""
+        self._watcher.remove()
+        self._executor.reset()
+        self._pool.flush()
+        for param in self.shards.params:
+            param.param.grad = None
+            param.param.data = torch.empty(0, dtype=self._dtype, device=self.group.device)
+        self.optimizer.state.clear()
+        self.optimizer.param_groups.clear()
+        self.shards.release_everything()
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    @contextmanager
+    def _clean_on_error(self) -> Iterator[None]:
+        """Leave nothing gathered behind when a forward or backward raises, so that the engine can be used again."""
+        try:
+            yield
+        except BaseException:
+            self._watcher.reset()
+            self._executor.passes_cut_short()
+            raise
+
+    def _agree_on_values(self) -> None:
+        """Every rank starts from rank 0's values: ranks that were seeded differently would train another model each."""
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            with torch.no_grad():
+                contiguous = tensor.detach().contiguous()
+                self._comm.broadcast(contiguous, "setup")
+                tensor.detach().copy_(contiguous)
+
+    def _check_requires_grad(self) -> None:
+        for param, required in zip(self.shards.params, self._requires_grad, strict=True):
+            if param.param.requires_grad is not required:
+                raise UsageError(
+                    f"{param.name}: requires_grad changed after the engine was built",
+                    "build a new engine to freeze or thaw parameters",
+                )
+
+    def _unused_everywhere(self) -> set[ParamRef]:
+        """Parameters that no rank used in this window: the optimizer leaves them alone, as it does in plain PyTorch."""
+        trainable = self.shards.trainable
+        flags = self.group.gather_numbers([float(p.ref in self._reducer.touched) for p in trainable])
+        return {p.ref for i, p in enumerate(trainable) if not any(row[i] for row in flags)}
+
+    def _digest_numbers(self) -> list[float]:
+        """What this rank did since the last step, as numbers that float64 holds exactly."""
+        combined = 0
+        for digest in self._executor.digests:
+            combined = (combined * 1_000_003 + int(digest[:12], 16)) % (1 << 48)
+        return [float(combined)]
+
+    def _compare_digests(self, rows: list[list[float]]) -> None:
+        different = [rank for rank, row in enumerate(rows) if row != rows[0]]
+        if different:
+            raise RunFailed(
+                f"rank {different[0]} ran its modules in another order than rank 0 in step {self.steps}",
+                "ranks must use the same modules in the same order",
+            )
+
+    def _account_optimizer(self) -> None:
+        now = optimizer_bytes(self.optimizer)
+        if now != self._optimizer_bytes:
+            self.ledger.add(ByteClass.OPTIMIZER, now - self._optimizer_bytes)
+            self._optimizer_bytes = now
+
+    def _publish_updates(self) -> None:
+        """Bring every copy of the parameters up to date with the masters."""
+        self.shards.refresh_shards()
+        if not self._is_replicated:
+            self._gatherer.refresh_persistent()
+
+    def _begin_window(self) -> None:
+        self._loss_sum.zero_()
+        self._weight_sum = 0.0
+        self._reducer.touched.clear()
+        self._executor.window_position = 0
+        self._executor.digests.clear()
+
+    def _full_master(self, param: ShardedParam) -> torch.Tensor:
+        """One parameter, full, fp32, on the CPU  # ND"""
+        if self._is_replicated:
+            flat = param.master.detach()
+        else:
+            flat = torch.empty(param.slice * self.group.size, dtype=torch.float32, device=self.group.device)
+            self._comm.all_gather(flat, param.master.detach(), "export", [param.name]).wait()
+        return flat[: param.numel].view(param.param.shape).cpu().clone()
+
+    def _load_master(self, param: ShardedParam, value: torch.Tensor) -> None:
+        flat = value.detach().to(self.group.device, torch.float32).reshape(-1)
+        master = param.master.detach()
+        if self._is_replicated:
+            master[: param.numel].copy_(flat)
+            return
+        start = min(self.group.rank * param.slice, param.numel)
+        end = min(start + param.slice, param.numel)
+        master[: end - start].copy_(flat[start:end])
+
+
+def _refuse_what_cannot_work(module: nn.Module, device: torch.device) -> None:
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise UsageError(f"{name} has no shape yet", "run one forward pass before the engine is built")
+        if not param.is_floating_point():
+            raise UsageError(f"{name} is of {param.dtype}; only floating-point parameters can be partitioned")
+        if param.device.type != device.type:
+            raise UsageError(f"{name} is on {param.device}, the engine on {device}", "move the model first")
+        if param.layout is not torch.strided:
+            raise UsageError(f"{name} is sparse; only dense parameters can be partitioned")
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in nested containers, in another dtype."""
+    if next(iter(tensors_in(value)), None) is None:
+        return value
+    cast: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
+    return torch.utils._pytree.tree_map_only(torch.Tensor, cast, value)

@@ -1,0 +1,193 @@
+"""Carrying out schedules: what the hooks report goes in, gathers, releases and reductions come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from zerotune.config.knobs import Knobs
+from zerotune.schedule import (
+    Action,
+    Bucket,
+    Collect,
+    Drain,
+    Event,
+    EventKind,
+    Gather,
+    Layout,
+    OnDemand,
+    PassKey,
+    Phase,
+    Reduce,
+    Release,
+    Wait,
+)
+from zerotune.zero.gatherer import Gatherer
+from zerotune.zero.passes import Pass, ScheduleBook
+from zerotune.zero.reducer import Reducer
+
+
+class Executor:
+    """Listens to uses (:class:`zerotune.models.uses.UseListener`) and does what the schedule says.
+
+    A pass with gradients lasts from the first forward to the end of backward, however many forwards come before it; a
+    pass without gradients lasts for one forward, and may run inside one with gradients (a teacher, an evaluation).
+
+    Args:
+        knobs: Resolved knobs.
+        layout: The model's units.
+        gatherer: Carries out gathers and releases.
+        reducer: Carries out reductions.
+    """
+
+    def __init__(self, knobs: Knobs, layout: Layout, gatherer: Gatherer, reducer: Reducer) -> None:
+        self._gatherer = gatherer
+        self._reducer = reducer
+        self._on_demand = OnDemand(knobs, layout)
+        self.book = ScheduleBook(knobs, layout)
+        self._passes: list[Pass] = []
+        self._nested_forwards = 0
+        self.window_position = 0
+        self.digests: list[str] = []
+
+    # ------------------------------------------------------------------------------------- what hooks report
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """The root's forward begins: a new pass, or one more forward of the pass that is open."""
+        key = PassKey(torch.is_grad_enabled(), module.training, self.window_position)
+        current = self._passes[-1] if self._passes else None
+        if current is not None and not current.key.grad_enabled:
+            self._nested_forwards += 1  # the root calls itself
+            return
+        if current is not None and key.grad_enabled:
+            return
+        candidates = self.book.candidates(key)
+        # Inside another pass some units may be live already, which no recorded order foresees.
+        follows = candidates[0] if candidates and current is None else None
+        self._passes.append(Pass(key, follows))
+
+    def end_forward(self) -> None:
+        """The root's forward has returned: a pass without gradients is over."""
+        current = self._passes[-1]
+        if current.key.grad_enabled:
+            return
+        if self._nested_forwards:
+            self._nested_forwards -= 1
+            return
+        self._finish()
+
+    def enter(self, phase: Phase, scope: str, units: tuple[int, ...]) -> None:
+        current = self._current(scope)
+        event = Event(EventKind.ENTER, phase, scope, units)
+        index = current.record(event, self._leave)
+        if index is not None:
+            assert current.schedule is not None
+            self._do(current.schedule.actions[index], current.schedule.buckets)
+            needed = self._on_demand.needed(event)
+            if all(unit in self._gatherer.complete for unit in needed):
+                return
+        self._do(self._on_demand.before(event, self._gatherer.complete, self._gatherer.in_flight))
+
+    def exit(self, phase: Phase, scope: str, units: tuple[int, ...]) -> None:
+        current = self._current(scope)
+        event = Event(EventKind.EXIT, phase, scope, units)
+        index = current.record(event, self._leave)
+        if index is not None:
+            assert current.schedule is not None
+            self._do(current.schedule.actions[index], current.schedule.buckets)
+            return
+        self._do(self._on_demand.after(event, self._gatherer.complete, self._open_everywhere()))
+
+    # ----------------------------------------------------------------------------------- what the engine says
+
+    def end_backward(self) -> None:
+        """Backward has returned and every use is closed: reduce what is left and end the pass."""
+        current = self._passes[-1]
+        if current.is_complete:
+            assert current.schedule is not None
+            self._do(current.schedule.at_end, current.schedule.buckets)
+            left = self._reducer.late()
+        else:
+            self._reducer.abandon()
+            left = self._reducer.uncollected()
+        if left:
+            buckets, actions = self._on_demand.reductions(left)
+            self._do(actions, buckets)
+        self._reducer.end_pass()
+        self._finish()
+
+    def finish_open_passes(self) -> None:
+        """End passes that had no backward: free what they hold."""
+        while self._passes:
+            self._passes[-1].key = PassKey(False, False, -1)  # an unfinished pass is no order to learn
+            self._passes[-1].events.clear()
+            self._finish()
+
+    def passes_cut_short(self) -> None:
+        """Forget the passes that an exception cut short; what they gathered goes with the next flush or pass.
+
+        Nothing is waited for here: on an error in one rank the others may never answer.
+        """
+        self._passes.clear()
+        self._nested_forwards = 0
+
+    def reset(self) -> None:
+        """Forget everything under way, and free what it held."""
+        self.passes_cut_short()
+        self._reducer.clear()
+        self._gatherer.release_all()
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _current(self, scope: str) -> Pass:
+        if not self._passes:
+            raise RuntimeError(
+                f"{scope or 'the root'} is used outside a forward pass of the whole model: call the engine, not a part of it"
+            )
+        return self._passes[-1]
+
+    def _leave(self) -> None:
+        """The pass has left its recorded order. What was collected is reduced; what is in flight is used or dropped."""
+        self._reducer.abandon()
+
+    def _finish(self) -> None:
+        current = self._passes.pop()
+        self.digests.append(current.digest())
+        outer = self._passes[-1] if self._passes else None
+        if outer is None:
+            self._gatherer.release_all()
+            if current.is_complete and current.schedule is not None:
+                self.book.reuse(current.key, current.schedule)
+            elif current.events:
+                self.book.learn(current.key, current.events)
+            return
+        # Inside another pass: free only what that one does not use; its next entries gather what it misses.
+        open_units = self._open_everywhere()
+        self._gatherer.release([unit for unit in sorted(self._gatherer.complete) if not open_units.get(unit)])
+
+    def _open_everywhere(self) -> dict[int, int]:
+        if len(self._passes) == 1:
+            return self._passes[0].open_uses
+        total: dict[int, int] = {}
+        for current in self._passes:
+            for unit, count in current.open_uses.items():
+                total[unit] = total.get(unit, 0) + count
+        return total
+
+    def _do(self, actions: Iterable[Action], buckets: tuple[Bucket, ...] = ()) -> None:
+        for action in actions:
+            match action:
+                case Gather(units=units, purpose=purpose):
+                    self._gatherer.gather(units, purpose)
+                case Wait(units=units):
+                    self._gatherer.wait(units)
+                case Release(units=units):
+                    self._gatherer.release(units)
+                case Collect(bucket=bucket, params=params):
+                    self._reducer.collect(bucket, buckets[bucket], params)
+                case Reduce(bucket=bucket):
+                    self._reducer.reduce(bucket)
+                case Drain(keep=keep):
+                    self._reducer.drain(keep)

@@ -1,0 +1,147 @@
+"""Full parameters: gathered, completed, released."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerotune.engine import LedgerKeeper
+from zerotune.records import ByteClass
+from zerotune.zero.comm import Communicator, Work
+from zerotune.zero.pool import BufferPool
+from zerotune.zero.shards import ShardStore
+
+
+@dataclass
+class _InFlight:
+    """One AllGather under way."""
+
+    units: tuple[int, ...]
+    work: Work
+    buffer: torch.Tensor  # [N, W]: row r holds rank r's slices
+
+
+class Gatherer:
+    """Carries out gathers, waits and releases; which and when is the schedule's decision.
+
+    Args:
+        shards: The parameters.
+        ranks: Number of ranks, N.
+        comm: Issues the collectives.
+        pool: Buffers.
+        ledger: Counts bytes and live elements.
+        dtype: Dtype that travels.
+    """
+
+    def __init__(
+        self,
+        shards: ShardStore,
+        ranks: int,
+        comm: Communicator,
+        pool: BufferPool,
+        ledger: LedgerKeeper,
+        dtype: torch.dtype,
+    ) -> None:
+        self._shards = shards
+        self._ranks = ranks
+        self._comm = comm
+        self._pool = pool
+        self._ledger = ledger
+        self._dtype = dtype
+        self.complete: set[int] = set()
+        self.in_flight: dict[int, _InFlight] = {}
+
+    def gather(self, units: Sequence[int], purpose: str) -> None:
+        """Issue one AllGather for units that are neither complete nor in flight."""
+        wanted = tuple(u for u in units if u not in self.complete and u not in self.in_flight)
+        if not wanted:
+            return
+        sharded = [self._shards.units[unit] for unit in wanted]
+        width = sum(unit.flat.numel() for unit in sharded)
+        buffer = self._pool.take(self._ranks * width, self._dtype)
+        self._count(buffer, 1)
+        shard = sharded[0].flat if len(sharded) == 1 else torch.cat([unit.flat for unit in sharded])
+        work = self._comm.all_gather(buffer, shard, purpose, [unit.name for unit in sharded])
+        flight = _InFlight(wanted, work, buffer)
+        for unit in wanted:
+            self.in_flight[unit] = flight
+
+    def wait(self, units: Sequence[int]) -> None:
+        """Make units complete: wait for their gathers and copy every parameter out to its own storage."""
+        for unit in units:
+            flight = self.in_flight.get(unit)
+            if flight is not None:
+                self._land(flight)
+
+    def release(self, units: Sequence[int]) -> None:
+        """Free the full parameters of units that are complete."""
+        for unit in units:
+            if unit in self.complete:
+                self.complete.discard(unit)
+                sharded = self._shards.units[unit]
+                sharded.free()
+                self._ledger.add(ByteClass.FULL, -sharded.full_bytes)
+                self._ledger.add_live(-(sharded.flat.numel() * self._ranks))
+
+    def release_all(self) -> None:
+        """Free everything that is live; gathers that nobody waited for are waited for and dropped."""
+        for flight in list(dict.fromkeys(self.in_flight.values())):
+            flight.work.wait()
+            self._drop(flight)
+        self.release(sorted(self.complete))
+
+    def refresh_persistent(self) -> None:
+        """Bring the persistent parameters up to date on every rank, in one AllGather."""
+        flat = self._shards.persistent_flat
+        if not flat.numel():
+            return
+        params = self._shards.persistent
+        buffer = self._pool.take(self._ranks * flat.numel(), self._dtype)
+        self._ledger.add(ByteClass.FULL, buffer.nbytes)
+        names = list(dict.fromkeys(self._shards.units[p.ref.unit].name for p in params))
+        self._comm.all_gather(buffer, flat, "refresh", names).wait()
+        _copy_out(buffer.view(self._ranks, -1), [p.slice for p in params], [p.rows for p in params])
+        self._ledger.add(ByteClass.FULL, -buffer.nbytes)
+        self._pool.give(buffer)
+
+    # ----------------------------------------------------------------------------------------------- inside
+
+    def _land(self, flight: _InFlight) -> None:
+        flight.work.wait()
+        sharded = [self._shards.units[unit] for unit in flight.units]
+        for unit, shards in zip(flight.units, sharded, strict=True):
+            shards.allocate()
+            self._ledger.add(ByteClass.FULL, shards.full_bytes)
+            self._ledger.add_live(shards.flat.numel() * self._ranks)
+            self.complete.add(unit)
+        with torch.profiler.record_function(f"zerotune::copy_out({', '.join(u.name for u in sharded)})"):
+            _copy_out(
+                flight.buffer.view(self._ranks, -1),
+                [size for unit in sharded for size in unit.slices],
+                [rows for unit in sharded for rows in unit.rows],
+            )
+        self._drop(flight)
+
+    def _drop(self, flight: _InFlight) -> None:
+        for unit in flight.units:
+            del self.in_flight[unit]
+        self._count(flight.buffer, -1)
+        self._pool.give(flight.buffer)
+
+    def _count(self, buffer: torch.Tensor, sign: int) -> None:
+        self._ledger.add(ByteClass.FULL, sign * buffer.nbytes)
+        self._ledger.add_live(sign * buffer.numel())
+
+
+def _copy_out(gathered: torch.Tensor, slices: list[int], rows: list[torch.Tensor]) -> None:
+    """From rank-major to parameter-major order.
+
+    Args:
+        gathered: Row r holds rank r's slices of all parameters  # [N, W]
+        slices: Elements of each parameter's slice; they add up to W.
+        rows: Each parameter, full and padded  # [N, S]
+    """
+    with torch.no_grad():
+        torch.split_with_sizes_copy(gathered, slices, dim=1, out=rows)

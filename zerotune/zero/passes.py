@@ -1,0 +1,128 @@
+"""Following recorded orders: which schedule a pass follows, and what happens when it leaves it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from zerotune.config.knobs import Knobs
+from zerotune.schedule import Event, EventKind, Layout, PassKey, Phase, Schedule, Trace, compile_schedule
+
+MAX_RECORDED_EVENTS = 200_000
+"""A pass longer than this (many forwards without a backward) is not recorded: it follows the on-demand policy."""
+
+MAX_ORDERS_PER_KEY = 8
+"""Recorded orders kept side by side for one kind of pass; the one unused longest is dropped."""
+
+
+class ScheduleBook:
+    """Schedules of the orders that were recorded, by kind of pass, most recently used first.
+
+    Args:
+        knobs: Resolved knobs.
+        layout: The model's units.
+    """
+
+    def __init__(self, knobs: Knobs, layout: Layout) -> None:
+        self._knobs = knobs
+        self._layout = layout
+        self._orders: dict[PassKey, list[Schedule]] = {}
+
+    def candidates(self, key: PassKey) -> list[Schedule]:
+        """Schedules that a pass may follow: of its own kind, else of another position in the window."""
+        own = self._orders.get(key)
+        if own:
+            return list(own)
+        return [
+            order
+            for other, orders in self._orders.items()
+            if (other.grad_enabled, other.training) == (key.grad_enabled, key.training)
+            for order in orders
+        ]
+
+    def reuse(self, key: PassKey, schedule: Schedule) -> None:
+        """Note that a pass followed a schedule to its end, so that the next pass of its kind tries it first."""
+        orders = self._orders.setdefault(key, [])
+        if not (orders and orders[0] is schedule):
+            orders[:] = [schedule, *(order for order in orders if order is not schedule)][:MAX_ORDERS_PER_KEY]
+
+    def learn(self, key: PassKey, events: list[Event]) -> Schedule:
+        """Keep the order of a finished pass; compiled once, then moved to the front whenever it recurs."""
+        orders = self._orders.setdefault(key, [])
+        trace = Trace.of(events)
+        for position, order in enumerate(orders):
+            if order.trace.events == trace.events:
+                orders.insert(0, orders.pop(position))
+                return order
+        schedule = compile_schedule(trace, self._knobs, self._layout)
+        orders.insert(0, schedule)
+        del orders[MAX_ORDERS_PER_KEY:]
+        return schedule
+
+
+@dataclass
+class Pass:
+    """One pass under way.
+
+    Attributes:
+        key: Its kind.
+        schedule: What it follows; ``None`` once it has left every recorded order.
+        events: What has happened so far.
+        open_uses: Uses of each unit that are open.
+        has_begun_backward: Whether gradients are being propagated.
+        next_event: Index of the next event of ``schedule``.
+    """
+
+    key: PassKey
+    schedule: Schedule | None
+    events: list[Event] = field(default_factory=list)
+    open_uses: dict[int, int] = field(default_factory=dict)
+    has_begun_backward: bool = False
+    next_event: int = 0
+
+    @property
+    def has_left(self) -> bool:
+        return self.schedule is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has followed its schedule to the last event."""
+        return self.schedule is not None and self.next_event == len(self.schedule.trace.events)
+
+    def record(self, event: Event, on_leave: Callable[[], None]) -> int | None:
+        """Note an event.
+
+        Args:
+            event: What happened.
+            on_leave: Called at the first event that the schedule does not have here.
+
+        Returns:
+            The event's index in the schedule, or ``None`` off schedule.
+        """
+        if len(self.events) < MAX_RECORDED_EVENTS:
+            self.events.append(event)
+        for unit in event.units:
+            change = 1 if event.kind is EventKind.ENTER else -1
+            self.open_uses[unit] = self.open_uses.get(unit, 0) + change
+        if event.phase is Phase.BACKWARD:
+            self.has_begun_backward = True
+        if self.schedule is None:
+            return None
+        expected = self.schedule.trace.events
+        if self.next_event < len(expected) and expected[self.next_event] == event:
+            self.next_event += 1
+            return self.next_event - 1
+        self.schedule = None
+        on_leave()
+        return None
+
+    def digest(self) -> str:
+        """Hash of what was done, to be compared over ranks."""
+        if self.is_complete:
+            assert self.schedule is not None
+            return self.schedule.digest
+        hasher = hashlib.sha256(b"on demand")
+        for event in self.events:
+            hasher.update(f"{event.kind}|{event.phase}|{event.units}".encode())
+        return hasher.hexdigest()

@@ -1,0 +1,53 @@
+"""Reusing communication buffers, because allocating large ones anew each step costs page faults."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from zerotune.engine import LedgerKeeper
+from zerotune.records import ByteClass
+
+MAX_FREE_PER_SIZE = 2
+"""Idle buffers kept of one size: with one being filled and one in flight, more are never idle at once for long."""
+
+
+class BufferPool:
+    """Idle 1-D buffers by size and dtype. Only idle ones are counted as pooled; a taken one is its user's.
+
+    All buffers are taken, used and given back in the order of the current stream; whoever uses one on another
+    stream makes both streams wait for each other (see :mod:`zerotune.zero.comm`).
+
+    Args:
+        device: Where buffers live.
+        ledger: Counts idle bytes.
+    """
+
+    def __init__(self, device: torch.device, ledger: LedgerKeeper) -> None:
+        self._device = device
+        self._ledger = ledger
+        self._idle: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of exactly ``numel`` elements (1D); its contents are arbitrary."""
+        idle = self._idle.get((numel, dtype))
+        if idle:
+            buffer = idle.pop()
+            self._ledger.add(ByteClass.POOLED, -buffer.nbytes)
+            return buffer
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Give a buffer back; beyond a small number per size it is freed."""
+        idle = self._idle[buffer.numel(), buffer.dtype]
+        if len(idle) < MAX_FREE_PER_SIZE:
+            idle.append(buffer)
+            self._ledger.add(ByteClass.POOLED, buffer.nbytes)
+
+    def flush(self) -> None:
+        """Free all idle buffers."""
+        for idle in self._idle.values():
+            for buffer in idle:
+                self._ledger.add(ByteClass.POOLED, -buffer.nbytes)
+        self._idle.clear()

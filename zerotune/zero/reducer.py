@@ -1,0 +1,269 @@
+"""Reducing gradients to the shards, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zerotune.engine import LedgerKeeper
+from zerotune.records import ByteClass
+from zerotune.schedule import Bucket, Layout, ParamRef
+from zerotune.zero.comm import Communicator, Work
+from zerotune.zero.pool import BufferPool
+from zerotune.zero.shards import ShardedParam, ShardStore
+
+
+@dataclass
+class _Filling:
+    """A bucket that gradients are copied into: row r goes to rank r."""
+
+    members: tuple[ShardedParam, ...]
+    offsets: dict[ParamRef, int]
+    rows: torch.Tensor  # [N, W]
+    collected: set[ParamRef] = field(default_factory=set)
+
+
+@dataclass
+class _InFlight:
+    """A bucket being reduced."""
+
+    members: list[ShardedParam]
+    slices: list[torch.Tensor]  # where each member's sum will stand in ``summed``
+    work: Work
+    sent: torch.Tensor
+    received: torch.Tensor
+    summed: torch.Tensor  # [W]
+    names: list[str]
+
+
+class Reducer:
+    """Full gradients in, sums over ranks added to the shards' gradients.
+
+    At most two buckets exist at a time: one being filled, one in flight; the schedule drains before it starts a third.
+
+    Args:
+        shards: The parameters.
+        layout: Their sizes over N ranks.
+        comm: Issues the collectives.
+        pool: Buffers.
+        ledger: Counts bytes.
+        dtype: Dtype of the gradients and of what travels.
+        replicate: Whether every rank gets the whole sum (stage 0).
+    """
+
+    def __init__(
+        self,
+        shards: ShardStore,
+        layout: Layout,
+        comm: Communicator,
+        pool: BufferPool,
+        ledger: LedgerKeeper,
+        dtype: torch.dtype,
+        replicate: bool,
+    ) -> None:
+        self._shards = shards
+        self._ranks = layout.ranks
+        self._comm = comm
+        self._pool = pool
+        self._ledger = ledger
+        self._dtype = dtype
+        self._replicate = replicate
+        self._filling: dict[int, _Filling] = {}
+        self._in_flight: deque[_InFlight] = deque()
+        self._collected: set[ParamRef] = set()
+        self.touched: set[ParamRef] = set()
+        """Parameters that had a gradient on this rank since the set was last cleared."""
+
+    def collect(self, index: int, bucket: Bucket, refs: Sequence[ParamRef]) -> None:
+        """Copy full gradients into a bucket and free them; a parameter without one counts as zeros.
+
+        Args:
+            index: The bucket's index, unique within the pass.
+            bucket: Its members.
+            refs: The members to collect now.
+        """
+        filling = self._filling.get(index)
+        if filling is None:
+            filling = self._filling[index] = self._start(bucket)
+        for ref in refs:
+            param = self._shards[ref]
+            offset = filling.offsets[ref]
+            target = filling.rows[:, offset : offset + param.slice]
+            gradient = param.param.grad
+            if gradient is None:
+                target.zero_()
+            else:
+                _copy_rows(target, gradient, param.numel)
+                param.param.grad = None
+                self.touched.add(ref)
+            filling.collected.add(ref)
+            self._collected.add(ref)
+
+    def uncollected(self) -> list[ParamRef]:
+        """Trainable parameters that no bucket of this pass took yet, or whose gradient came after it did."""
+        return [
+            p.ref for p in self._shards.trainable if p.ref not in self._collected or p.param.grad is not None
+        ]
+
+    def late(self) -> list[ParamRef]:
+        """Parameters whose gradient is still full: autograd delivered it after their bucket was filled."""
+        return [p.ref for p in self._shards.trainable if p.param.grad is not None]
+
+    def end_pass(self) -> None:
+        """The next bucket belongs to a new pass."""
+        self._collected.clear()
+
+    def reduce(self, index: int) -> None:
+        """Issue the reduction of a bucket."""
+        filling = self._filling.pop(index)
+        width = filling.rows.shape[1]
+        sent = filling.rows.view(-1)
+        names = [param.name for param in filling.members]
+        if self._comm.sums_in_exchange(self._dtype):
+            received = self._take(sent.numel(), self._dtype)
+            summed = self._take(width, torch.float32)
+            work = self._comm.exchange(received, sent, "gradient", names)
+        else:
+            received = summed = self._take(width, torch.float32)
+            work = self._comm.reduce_scatter(received, sent, "gradient", names)
+        members = list(filling.members)
+        slices = [summed[filling.offsets[p.ref] : filling.offsets[p.ref] + p.slice] for p in members]
+        self._in_flight.append(_InFlight(members, slices, work, sent, received, summed, names))
+
+    def drain(self, keep: int = 0) -> None:
+        """Finish the oldest reductions until at most ``keep`` are in flight."""
+        while len(self._in_flight) > keep:
+            self._finish(self._in_flight.popleft())
+
+    def abandon(self) -> None:
+        """Reduce what has been collected of unfinished buckets as it stands.
+
+        For a pass that leaves the recorded order: members that were not collected travel as zeros, and come later.
+        """
+        unfinished = list(self._filling)
+        for index in unfinished:
+            filling = self._filling[index]
+            for param in filling.members:
+                if param.ref in filling.collected:
+                    continue
+                offset = filling.offsets[param.ref]
+                filling.rows[:, offset : offset + param.slice].zero_()
+            self.drain(keep=1)
+            self.reduce(index)
+
+    def clear(self) -> None:
+        """Drop everything, after an error."""
+        for filling in self._filling.values():
+            self._give(filling.rows.view(-1))
+        self._filling.clear()
+        self._collected.clear()
+        self.drain()
+
+    # ----------------------------------------------------------------------------------------------- inside
+
+    def _start(self, bucket: Bucket) -> _Filling:
+        members = tuple(self._shards[ref] for ref in bucket.params)
+        offsets = {}
+        width = 0
+        for param in members:
+            offsets[param.ref] = width
+            width += param.slice
+        rows = self._take(self._ranks * width, self._dtype).view(self._ranks, width)
+        return _Filling(members, offsets, rows)
+
+    def _finish(self, reduction: _InFlight) -> None:
+        reduction.work.wait()
+        width = reduction.summed.numel()
+        if reduction.received is not reduction.summed:
+            _sum_rows(reduction.summed, reduction.received.view(self._ranks, width))
+        if self._replicate:
+            self._add_to_replicas(reduction)
+        else:
+            self._add([p.grad for p in reduction.members], reduction.slices, reduction.members)
+        self._give(reduction.sent)
+        self._give(reduction.summed)
+        if reduction.received is not reduction.summed:
+            self._give(reduction.received)
+
+    def _add_to_replicas(self, reduction: _InFlight) -> None:
+        """Stage 0: the other half of an all-reduce, so that every rank holds the whole sum."""
+        width = reduction.summed.numel()
+        everyone = self._take(self._ranks * width, torch.float32)
+        self._comm.all_gather(everyone, reduction.summed, "gradient", reduction.names).wait()
+        columns = everyone.view(self._ranks, width).split([p.slice for p in reduction.members], dim=1)
+        targets = [p.grad.view(self._ranks, p.slice) for p in reduction.members if p.grad is not None]
+        self._add(targets, list(columns), reduction.members)
+        self._give(everyone)
+
+    def _add(
+        self,
+        targets: Sequence[torch.Tensor | None],
+        sums: Sequence[torch.Tensor],
+        members: Sequence[ShardedParam],
+    ) -> None:
+        """Put sums into gradients that are empty, add them to those that are not."""
+        first = [
+            (t, s) for t, s, p in zip(targets, sums, members, strict=True) if t is not None and not p.has_grad
+        ]
+        again = [
+            (t, s) for t, s, p in zip(targets, sums, members, strict=True) if t is not None and p.has_grad
+        ]
+        if first:
+            torch._foreach_copy_([t for t, _ in first], [s for _, s in first])
+        if again:
+            torch._foreach_add_([t for t, _ in again], [s for _, s in again])
+        for param in members:
+            param.has_grad = True
+
+    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        buffer = self._pool.take(numel, dtype)
+        self._ledger.add(ByteClass.GRADIENT, buffer.nbytes)
+        return buffer
+
+    def _give(self, buffer: torch.Tensor) -> None:
+        self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
+        self._pool.give(buffer)
+
+
+def _copy_rows(target: torch.Tensor, gradient: torch.Tensor, numel: int) -> None:
+    """Flatten, pad and split a gradient.
+
+    Args:
+        target: One row per rank  # [N, S]
+        gradient: The full gradient  # ND
+        numel: Its elements.
+    """
+    flat = gradient.detach().reshape(-1)
+    ranks, size = target.shape
+    if numel == ranks * size:
+        target.copy_(flat.view(ranks, size))
+        return
+    whole, rest = divmod(numel, size)
+    if whole:
+        target[:whole].copy_(flat[: whole * size].view(whole, size))
+    if whole < ranks:
+        target[whole, :rest].copy_(flat[whole * size :])
+        target[whole, rest:].zero_()
+        target[whole + 1 :].zero_()
+
+
+def _sum_rows(output: torch.Tensor, rows: torch.Tensor) -> None:
+    """Sum over ranks in rank order, in the dtype of ``output``.
+
+    Args:
+        output: The sum  # [W]
+        rows: One row per rank  # [N, W]
+    """
+    if rows.shape[0] == 1:
+        output.copy_(rows[0])
+    elif rows.dtype is output.dtype:
+        torch.add(rows[0], rows[1], out=output)
+        for row in rows[2:]:
+            output.add_(row)
+    else:
+        output.copy_(rows[0])
+        for row in rows[1:]:
+            output.add_(row)
