@@ -52,7 +52,7 @@ def explain(errors: list[ErrorDetails], source: Source, root: type[Section]) -> 
             continue
         if error["type"] == "missing":
             path = path[:-1]  # a list that is too short
-        message = _sentence(error, path, field)
+        message = _sentence(error, path, field) if field else _not_a_mapping(error["input"], root)
         if (path, message) not in seen:
             seen.add((path, message))
             problems.append(source.problem(path, message))
@@ -89,7 +89,7 @@ def unknown_key(
     fields = list(section.model_fields)
     text = str(key)
     in_zero = where == ("zero",)
-    what = "knob" if in_zero else "key"
+    what = "knob" if where in (("zero",), ("knobs",)) else "key"
     if where in (("zero",), ("train",)) and text in PLANNED_KEYS:
         return f"not available yet; {PLANNED_KEYS[text]}", None
     if text in REGISTRY and root.model_fields.get(REGISTRY[text].section):
@@ -159,7 +159,11 @@ def _missing(path: KeyPath, field: FieldInfo | None) -> str:
     return f"is missing; add it, {how}"
 
 
-def _sentence(error: ErrorDetails, path: KeyPath, field: FieldInfo | None) -> str:
+def _not_a_mapping(value: Any, root: type[Section]) -> str:
+    return f"{show(value)} is not a mapping; the file has the sections {', '.join(root.model_fields)}"
+
+
+def _sentence(error: ErrorDetails, path: KeyPath, field: FieldInfo) -> str:
     kind, value = error["type"], error["input"]
     context: Mapping[str, Any] = error.get("ctx", {})
     planned, instead = PLANNED_VALUES.get(dotted(path), ((), ""))
@@ -171,8 +175,6 @@ def _sentence(error: ErrorDetails, path: KeyPath, field: FieldInfo | None) -> st
         return "a key must be a word; quote it"
     if kind == "string_pattern_mismatch" and path[-1:] == ("factory",):
         return f"{show(value)} is not a factory; write module:function or path/to/file.py:function"
-    if field is None:
-        return f"{show(value)} is not a mapping of sections; write for example `{_EXAMPLES['model']}`"
     if value is None:
         return f"is empty; write {wanted(field)}"
     item = len(path) > 0 and isinstance(path[-1], int)
@@ -248,7 +250,7 @@ def wanted(field: FieldInfo, item: bool = False) -> str:
     if origin is tuple:
         return f"a list of {len(args)} numbers, such as {list(field.default)}"
     if origin is list:
-        return "a list of texts, such as [a, b]"
+        return "a list of values, such as [a, b]"
     if origin is dict:
         return "a mapping of names to values"
     return "another kind of value"

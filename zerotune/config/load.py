@@ -63,14 +63,14 @@ def read_job(text: str, name: str = "model.yaml", sets: Sequence[str] = ()) -> L
     """
     source = parse_yaml(text, name)
     if source.data is None:
-        _raise_if(source.problems)
+        raise_problems(source.problems)
         if not sets:
             raise ConfigErrors([f"{name}:1:1: the file is empty; run `zerotune init` to write one"])
     if source.data is None or isinstance(source.data, dict):
         apply_sets(source, sets, JobConfig)
     job = validate(source, JobConfig)
     found = [source.problem(path, message) for path, message in conflicts(job)]
-    _raise_if(found)
+    raise_problems(found)
     warnings = sorted(source.problem(path, message) for path, message in no_effect(job))
     return Loaded(job, [str(warning) for warning in warnings], Path(name))
 
@@ -98,7 +98,7 @@ def validate(source: Source, root: type[S]) -> S:
             return value
     told = {(problem.place, problem.path) for problem in source.problems}
     problems = source.problems + [p for p in problems if (p.place, p.path) not in told]
-    _raise_if(problems)
+    raise_problems(problems)
     raise AssertionError("unreachable: there are problems")
 
 
@@ -123,6 +123,11 @@ def _fill_empty(
     return filled
 
 
-def _raise_if(problems: list[Problem]) -> None:
+def raise_problems(problems: list[Problem]) -> None:
+    """Raise all of them as one error, in the order of their places; none is fine.
+
+    Raises:
+        ConfigErrors: There are some.
+    """
     if problems:
         raise ConfigErrors([str(problem) for problem in sorted(set(problems))])

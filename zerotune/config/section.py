@@ -76,4 +76,6 @@ def _has_bool(value: Any) -> bool:
 def _takes_bool(annotation: Any) -> bool:
     if get_origin(annotation) is Literal:
         return any(isinstance(choice, bool) for choice in get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return True  # the section says itself what it takes
     return annotation in (bool, Any) or any(_takes_bool(arg) for arg in get_args(annotation))
