@@ -1,0 +1,19 @@
+"""Where the driver finds modules that are not installed, for the processes that it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def driver_paths() -> list[str]:
+    """The driver's folder, and what stands on its path beside Python's own."""
+    own = tuple(os.path.realpath(prefix) + os.sep for prefix in {sys.prefix, sys.base_prefix})
+    entries = [os.getcwd(), *(os.path.abspath(entry or ".") for entry in sys.path)]
+    return [entry for entry in dict.fromkeys(entries) if not os.path.realpath(entry).startswith(own)]
+
+
+def python_path(inherited: str, entries: list[str]) -> str:
+    """``PYTHONPATH`` with ``entries`` first and what was there before behind them."""
+    before = [entry for entry in inherited.split(os.pathsep) if entry]
+    return os.pathsep.join(dict.fromkeys([*entries, *before]))
