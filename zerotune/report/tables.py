@@ -1,0 +1,229 @@
+"""Tables of runs, from records alone: the same at the end of a search and from ``zerotune results``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from zerotune.records import RunKind, RunRecord, Status, StudyRecord
+from zerotune.report import format
+from zerotune.report.differences import Difference
+from zerotune.report.ranking import Row, choose, rank_rows
+from zerotune.store.query import Sort
+
+
+def ranked_table(
+    runs: Iterable[RunRecord],
+    baseline: RunRecord | None = None,
+    *,
+    studies: Iterable[StudyRecord] = (),
+    sort: Sort = "throughput",
+    top: int | None = None,
+    pareto: bool = False,
+    title: str | None = None,
+) -> Table:
+    """The ranked trials of one workload on one cluster. Print it with :func:`zerotune.report.printing.print_whole`.
+
+    Args:
+        runs: Of one workload and cluster; confirmations among them are counted, not listed.
+        baseline: For runs outside any study; each study has its own.
+        studies: Their studies, for winners and paired speed-ups.
+        sort: What the ranking is by.
+        top: So many rows at most.
+        pareto: Only the front of throughput and peak memory.
+        title: Heading.
+
+    Raises:
+        ValueError: The runs are of several workloads or clusters.
+    """
+    rows = rank_rows(runs, studies, sort, baseline)
+    return table_of_ranked(choose(rows, top, pareto), title)
+
+
+def table_of_ranked(rows: Sequence[Row], title: str | None = None) -> Table:
+    """A table of ranked rows."""
+    table = _table(title)
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("run", no_wrap=True)
+    with_study = len({row.run.study for row in rows}) > 1
+    if with_study:
+        table.add_column("study", no_wrap=True)
+    table.add_column("trial", justify="right", no_wrap=True)
+    table.add_column("tokens/s [95 %]", justify="right", no_wrap=True)
+    table.add_column("step ms", justify="right", no_wrap=True)
+    table.add_column("peak memory", justify="right", no_wrap=True)
+    table.add_column(
+        "vs baseline" if _all_vs_baseline(rows) else "vs reference", justify="right", no_wrap=True
+    )
+    table.add_column("fits", no_wrap=True)
+    table.add_column("pareto", no_wrap=True)
+    table.add_column("differs from the baseline in", overflow="fold")
+    for row in rows:
+        measured = row.run.measurement
+        assert measured is not None, "only measured runs are ranked"
+        cells = [
+            format.number(row.rank),
+            row.run.run_id,
+            *([row.run.study or format.MISSING] if with_study else []),
+            format.number(row.run.trial_number),
+            format.number_interval(measured.tokens_per_second),
+            format.milliseconds(measured.step_time_s.value),
+            format.memory(measured.peak_memory_bytes),
+            _speed(row),
+            "yes" if row.run.feasible else format.MISSING,
+            "*" if row.pareto else "",
+            _remarks(row),
+        ]
+        table.add_row(*[Text(cell) for cell in cells], style="bold" if row.is_winner else None)
+    table.caption = _caption(rows)
+    table.caption_justify = "left"
+    return table
+
+
+def table_of_left_out(rows: Sequence[Row]) -> Table | None:
+    """The trials that are not ranked, with the reason; ``None`` if there are none."""
+    rows = [row for row in rows if row.rank is None and row.run.kind is RunKind.TRIAL]
+    if not rows:
+        return None
+    table = _table(f"not ranked: {outcomes([row.run for row in rows])}")
+    table.add_column("run", no_wrap=True)
+    table.add_column("trial", justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("tokens/s", justify="right", no_wrap=True)
+    table.add_column("peak memory", justify="right", no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    table.add_column("differs from the baseline in", overflow="fold")
+    for row in rows:
+        measured = row.run.measurement
+        cells = [
+            row.run.run_id,
+            format.number(row.run.trial_number),
+            row.run.status.value,
+            format.number(measured.tokens_per_second.value if measured else None),
+            format.memory(measured.peak_memory_bytes if measured else None),
+            reason(row.run),
+            _remarks(row),
+        ]
+        table.add_row(*[Text(cell) for cell in cells])
+    return table
+
+
+def table_of_launches(rows: Sequence[Row]) -> Table | None:
+    """The launches among the rows; ``None`` if there are none."""
+    runs = [row.run for row in rows if row.run.kind is RunKind.LAUNCH]
+    if not runs:
+        return None
+    table = _table("launches")
+    table.add_column("run", no_wrap=True)
+    table.add_column("started (UTC)", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("steps", justify="right", no_wrap=True)
+    table.add_column("final loss", justify="right", no_wrap=True)
+    table.add_column("tokens/s", justify="right", no_wrap=True)
+    table.add_column("peak memory", justify="right", no_wrap=True)
+    table.add_column("checkpoint or reason", overflow="fold")
+    for run in runs:
+        measured = run.measurement
+        cells = [
+            run.run_id,
+            f"{run.created:%Y-%m-%d %H:%M}",
+            run.status.value,
+            format.number(run.steps_done),
+            f"{measured.final_loss:.4f}" if measured else format.MISSING,
+            format.number(measured.tokens_per_second.value if measured else None),
+            format.memory(measured.peak_memory_bytes if measured else None),
+            run.checkpoint or reason(run),
+        ]
+        table.add_row(*[Text(cell) for cell in cells])
+    return table
+
+
+def outcomes(runs: Iterable[RunRecord]) -> str:
+    """How many ended in which way: ``3 oom_device, 2 over the memory budget``."""
+    counts = Counter(_outcome(run) for run in runs)
+    return ", ".join(f"{amount} {name}" for name, amount in counts.most_common())
+
+
+def reason(run: RunRecord) -> str:
+    """Why a run is not ranked, in one line; empty if nothing speaks against it."""
+    if run.failure is not None:
+        rank = f"rank {run.failure.rank}" if run.failure.rank is not None else ""
+        phase = f"in {run.failure.phase}" if run.failure.phase else ""
+        place = " ".join(word for word in (rank, phase) if word)
+        return f"{place}: {run.failure.message}" if place else run.failure.message
+    if run.feasible is False:
+        budget = f" of {format.memory(run.memory_budget)}" if run.memory_budget is not None else ""
+        return f"over the memory budget{budget}"
+    return ""
+
+
+def changes_text(changes: Iterable[Difference]) -> str:
+    """``prefetch_distance=0 release=keep``."""
+    return " ".join(f"{change.name}={format.setting(change.after)}" for change in changes)
+
+
+def _table(title: str | None) -> Table:
+    return Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+    )
+
+
+def _outcome(run: RunRecord) -> str:
+    if run.status is Status.COMPLETE:
+        return "over the memory budget" if run.feasible is False else "complete"
+    return run.status.value
+
+
+def _remarks(row: Row) -> str:
+    notes = []
+    if row.run.is_baseline:
+        notes.append("(the baseline)")
+    elif row.changes:
+        notes.append(changes_text(row.changes))
+    if row.confirmations:
+        notes.append(
+            f"({'winner, ' if row.is_winner else ''}measured again in {format.count(row.confirmations, 'round')})"
+        )
+    elif row.is_winner:
+        notes.append("(winner)")
+    measured = row.run.measurement
+    if row.rank is not None and measured is not None:
+        if measured.stopped_because == "cannot_win":
+            notes.append("(cut short)")
+        elif measured.is_noisy:
+            notes.append("(noisy)")
+    return " ".join(notes)
+
+
+def _speed(row: Row) -> str:
+    if row.reference is not None and row.reference.run_id == row.run.run_id:
+        return "baseline" if row.run.is_baseline else "reference"
+    return format.change(row.speedup)
+
+
+def _all_vs_baseline(rows: Iterable[Row]) -> bool:
+    return all(row.reference is None or row.reference.is_baseline for row in rows)
+
+
+def _caption(rows: Sequence[Row]) -> Text | None:
+    lines = []
+    if any(row.is_tied for row in rows):
+        lines.append(
+            "runs whose intervals overlap with the fastest of them are a tie, ordered by peak memory"
+        )
+    others = {row.reference.run_id for row in rows if row.reference and not row.reference.is_baseline}
+    if others:
+        lines.append(f"no feasible baseline: speeds are relative to {', '.join(sorted(others))}")
+    for name in sorted({name for row in rows for name in row.run.versions}):
+        versions = sorted({row.run.versions.get(name, "unknown") for row in rows})
+        if len(versions) > 1:
+            lines.append(f"note: measured with different versions of {name}: {', '.join(versions)}")
+    return Text("\n".join(lines)) if lines else None
