@@ -14,7 +14,9 @@ def test_this_process_is_alive() -> None:
 
 def test_a_process_that_ended_is_not() -> None:
     code = "from zerotune.runs.owner import this_owner; print(this_owner())"
-    owner = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    owner = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert owner.split(":")[1].isdigit()
     assert is_alive(owner) is False
 

@@ -45,7 +45,9 @@ class Interrupts:
             raise Interrupted(code)
         if self._seen == 2:
             # Only what is safe in a handler: the streams of Python may be in use right now.
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"closing workers; once more to quit now\n")
+            os.write(
+                sys.__stderr__.fileno() if sys.__stderr__ else 2, b"closing workers; once more to quit now\n"
+            )
             return
         os._exit(code)
 

@@ -194,7 +194,9 @@ class LiveSearch:
         if self._started is None:
             return Text("")
         bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[eta]}")
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[eta]}"),
         )
         if self._confirming is not None:
             eta = f"ETA {seconds(self._confirming.eta_seconds)}"

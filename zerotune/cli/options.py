@@ -12,7 +12,9 @@ _PLACEMENT = "Placement"
 ModelFile = Annotated[Path, typer.Argument(metavar="[MODEL.yaml]", help="What to train.", show_default=True)]
 Nodes = Annotated[
     int | None,
-    typer.Option("--nodes", min=1, help="Nodes to use; the whole cluster by default.", rich_help_panel=_PLACEMENT),
+    typer.Option(
+        "--nodes", min=1, help="Nodes to use; the whole cluster by default.", rich_help_panel=_PLACEMENT
+    ),
 ]
 ProcsPerNode = Annotated[
     int | None,
@@ -35,7 +37,9 @@ LocalNodes = Annotated[
 Address = Annotated[
     str | None,
     typer.Option(
-        "--address", help="Ray cluster to join; without it the one that runs here.", rich_help_panel=_PLACEMENT
+        "--address",
+        help="Ray cluster to join; without it the one that runs here.",
+        rich_help_panel=_PLACEMENT,
     ),
 ]
 StoreOption = Annotated[

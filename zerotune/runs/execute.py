@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerotune.cluster import GroupFailed
-from zerotune.config.errors import ZerotuneError
+from zerotune.cluster.messages import Limits
+from zerotune.config.errors import RunFailed, ZerotuneError
 from zerotune.records import Failure, Fingerprint, RunKind, RunRecord, Status
 from zerotune.records.run import now
 from zerotune.runs.folders import run_folder, write_resolved
@@ -22,9 +22,6 @@ from zerotune.runs.workers import OnProgress, Workers
 from zerotune.store.ids import new_run_id
 from zerotune.store.store import Store
 from zerotune.train.spec import RankReport, RunSpec
-
-# What says nothing about the configuration and may well go right the second time.
-_RETRIED = (Status.NOT_LAUNCHED,)
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class RunRequest:
         trial_number: Number within the study.
         is_baseline: Whether these are the defaults.
         memory_budget: Bytes that the largest peak over ranks is held against.
-        limit_s: A rank that reports nothing for so long has hung.
+        limits: How long it may take, phase by phase.
     """
 
     kind: RunKind
@@ -49,7 +46,20 @@ class RunRequest:
     trial_number: int | None = None
     is_baseline: bool = False
     memory_budget: int | None = None
-    limit_s: float = 300.0
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True)
+class Executed:
+    """How a run ended.
+
+    Attributes:
+        run: Its final row.
+        losses: Loss of every step it took; empty if it failed.
+    """
+
+    run: RunRecord
+    losses: list[float]
 
 
 def _nothing(_: object) -> None:
@@ -65,14 +75,13 @@ class Executor:
         workers: Who runs them.
         cluster: Fingerprint of where they run.
         runs_folder: Parent of the runs' folders.
-        retries: How often a run whose ranks could not be started is tried again.
+        executed: Number of runs so far.
     """
 
     store: Store
     workers: Workers
     cluster: Fingerprint
     runs_folder: Path
-    retries: int = 1
     executed: int = field(default=0, init=False)
 
     def execute(
@@ -80,10 +89,11 @@ class Executor:
         request: RunRequest,
         on_progress: OnProgress = _nothing,
         on_start: Callable[[RunRecord], None] = _nothing,
-    ) -> RunRecord:
+    ) -> Executed:
         """Run a request to its end and return its final row.
 
-        A run that fails is a row with a ``failure``, not an exception.
+        A run that fails is a row with a ``failure``, not an exception. What no other configuration would mend, a
+        wrong file or a cluster that is gone, is both.
 
         Args:
             request: What to run.
@@ -92,28 +102,34 @@ class Executor:
 
         Raises:
             ResourceError: The cluster cannot give the ranks any more.
-            UsageError: The store or the run's folder cannot be written.
+            UsageError: The job is wrong, or the store or the run's folder cannot be written.
             KeyboardInterrupt: Broken off by the user; the row says ``interrupted``.
         """
         record = self._open(request)
+        losses: list[float] = []
         try:
             on_start(record)
             reports = self._run(request, record, on_progress)
-        except GroupFailed as failed:
-            record = _with_failure(record, failed.failure)
+        except RunFailed as error:
+            record = _with_failure(record, _cause(error))
         except KeyboardInterrupt:
             self._close(interrupted(record, "interrupted by the user"))
+            raise
+        except ZerotuneError as error:
+            failure = _cause(error).model_copy(update={"status": Status.NOT_LAUNCHED})
+            self._close(_with_failure(record, failure))
             raise
         except BaseException as error:
             self._close(_with_failure(record, _cause(error)))
             raise
         else:
             record = _with_reports(record, reports)
+            losses = reports[0].losses
             write_resolved(Path(record.run_dir or "."), record.config)
             ledgers = [report.ledger for report in reports if report.ledger is not None]
             if ledgers:
                 self.store.save_ledgers(record.run_id, ledgers)
-        return self._close(record)
+        return Executed(self._close(record), losses)
 
     def close(self) -> None:
         """End the workers."""
@@ -145,13 +161,7 @@ class Executor:
     def _run(self, request: RunRequest, record: RunRecord, on_progress: OnProgress) -> list[RankReport]:
         assert record.run_dir is not None
         spec = request.spec.model_copy(update={"run_dir": record.run_dir})
-        for attempt in range(self.retries + 1):
-            try:
-                return self.workers.run(spec, request.limit_s, on_progress)
-            except GroupFailed as failed:
-                if failed.failure.status not in _RETRIED or attempt == self.retries:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+        return self.workers.run(spec, request.limits, on_progress)
 
     def _close(self, record: RunRecord) -> RunRecord:
         record = record.model_copy(update={"ended": now()})
@@ -182,6 +192,11 @@ def _with_failure(record: RunRecord, failure: Failure) -> RunRecord:
 
 
 def _cause(error: BaseException) -> Failure:
+    failure = getattr(error, "failure", None)
+    if isinstance(failure, Failure):
+        return failure
+    if isinstance(error, RunFailed):
+        return Failure(status=Status.FAILED, message=error.message, remedy=error.remedy)
     if isinstance(error, ZerotuneError):
         return Failure(status=Status.NOT_LAUNCHED, message=error.message, remedy=error.remedy)
     return Failure(status=Status.FAILED, message=f"{type(error).__name__}: {error}")

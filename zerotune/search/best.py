@@ -37,8 +37,7 @@ def write_best(folder: Path, result: SearchResult) -> Path:
 
 def best_text(result: SearchResult) -> str:
     """The text of the file: comments that say where it comes from, then the configuration."""
-    lines = [f"# {line}" for line in _origin(result.best, result)]
-    return "\n".join(lines) + "\n" + dump_job(result.best.config)
+    return dump_job(result.best.config, header=_origin(result.best, result))
 
 
 def _origin(best: RunRecord, result: SearchResult) -> list[str]:

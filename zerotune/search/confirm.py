@@ -6,7 +6,7 @@ candidates run right after each other, so their ratio in that round is a paired 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from zerotune.records import Interval, RunRecord, Status
@@ -37,6 +37,11 @@ class Candidates:
     @property
     def numbers(self) -> tuple[int, ...]:
         return tuple(_number(record) for record in self.order)
+
+    def without(self, dropped: Collection[int]) -> Candidates:
+        """The same without some that cannot be measured any more; the reference stays whatever happens."""
+        kept = (record for record in self.order[1:] if _number(record) not in dropped)
+        return Candidates(self.reference, (self.reference, *kept))
 
 
 def _number(record: RunRecord) -> int:
@@ -88,6 +93,12 @@ def complete_rounds(confirmations: Iterable[RunRecord], numbers: Iterable[int]) 
             rounds.append(current)
             current = {}
     return rounds
+
+
+def failed_numbers(confirmations: Iterable[RunRecord]) -> set[int]:
+    """Candidates that did not run to their end when measured again, other than by a fault of the machines."""
+    forgiven = (Status.RUNNING, Status.COMPLETE, Status.INTERRUPTED, Status.LOST_NODE, Status.NOT_LAUNCHED)
+    return {_number(record) for record in confirmations if record.status not in forgiven}
 
 
 def judge(candidates: Candidates, rounds: list[Round], objective: str) -> list[Confirmed]:

@@ -75,4 +75,6 @@ def what_to_tell(record: RunRecord, objective: str) -> Told:
 
 def is_feasible(record: RunRecord) -> bool:
     """Whether a run was measured and met the budget, if there is one."""
-    return record.status is Status.COMPLETE and record.measurement is not None and record.feasible is not False
+    return (
+        record.status is Status.COMPLETE and record.measurement is not None and record.feasible is not False
+    )

@@ -18,7 +18,7 @@ from zerotune.config.schema import JobConfig
 from zerotune.records import RunRecord
 from zerotune.runs.owner import this_owner
 from zerotune.search.configuration import canonical_key
-from zerotune.search.dimensions import Choices, draw, enumerate_all, suggest
+from zerotune.search.dimensions import Choices, draw, enumerate_all, suggest, to_parameters
 from zerotune.search.feasibility import Outcome, memory_violation, what_to_tell
 from zerotune.search.plan import SearchPlan
 
@@ -62,6 +62,7 @@ class Proposer:
     study: optuna.Study
     plan: SearchPlan
     known: dict[str, RunRecord] = field(default_factory=dict)
+    _rows: dict[str, RunRecord] = field(default_factory=dict, init=False)
 
     def take_up(self, rows: Iterable[RunRecord], finished: Iterable[RunRecord]) -> None:
         """Learn what earlier sessions finished, and settle the trials that they left running in Optuna's tables.
@@ -69,7 +70,7 @@ class Proposer:
         A driver that was killed between the end of a run and telling the sampler has told the store: that is told
         now. All others are failures that the sampler forgets; :meth:`next` tries their configurations again.
         """
-        by_id = {row.run_id: row for row in rows}
+        self._rows = {row.run_id: row for row in rows}
         answers = {row.run_id: row for row in finished}
         for row in answers.values():
             self.known[canonical_key(row.config)] = row
@@ -80,7 +81,6 @@ class Proposer:
                 self._tell(trial, answers[run_id])
             else:
                 self.study.tell(trial, state=TrialState.FAIL)
-        self._rows = by_id
 
     def next(self) -> Proposal | None:
         """The next configuration, or ``None`` if the space holds nothing new."""
@@ -117,7 +117,8 @@ class Proposer:
         """What is to be tried whatever the sampler thinks."""
         for source, job in (("baseline", self.plan.baseline), ("file", self.plan.from_file)):
             if job is not None and canonical_key(job) not in self.known:
-                yield source, _Wanted(job, self.plan.choices_of(job))
+                choices = self.plan.choices_of(job)
+                yield source, _Wanted(job, None if choices is None else self._parameters(choices))
         for frozen in self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,)):
             row = self._rows.get(frozen.user_attrs.get(_RUN_ID, ""))
             if row is not None and frozen.params and canonical_key(row.config) not in self.known:
@@ -125,10 +126,10 @@ class Proposer:
 
     def _ask(self, source: str, wanted: _Wanted | None = None) -> Proposal | None:
         """Ask for a trial; ``None`` if it stands for something known, which the sampler is then told."""
-        if wanted is not None and wanted.choices is not None:
-            self.study.enqueue_trial(wanted.choices)
+        if wanted is not None and wanted.parameters is not None:
+            self.study.enqueue_trial(wanted.parameters)
         trial = self.study.ask()
-        if wanted is not None and wanted.choices is None:
+        if wanted is not None and wanted.parameters is None:
             job = wanted.job  # not a point of the space: the sampler learns nothing from it
         else:
             job = self.plan.configure(suggest(trial, self.plan.space.dimensions))
@@ -156,7 +157,10 @@ class Proposer:
         return None
 
     def _wanted(self, choices: Choices) -> _Wanted:
-        return _Wanted(self.plan.configure(choices), choices)
+        return _Wanted(self.plan.configure(choices), self._parameters(choices))
+
+    def _parameters(self, choices: Choices) -> dict[str, Any]:
+        return to_parameters(choices, self.plan.space.dimensions)
 
     def _key(self, choices: Choices) -> str:
         return canonical_key(self.plan.configure(choices))
@@ -177,7 +181,7 @@ class Proposer:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A configuration to try in any case, with the point of the space that it is, if it is one."""
+    """A configuration to try in any case, with Optuna's parameters for it, if it is a point of the space."""
 
     job: JobConfig
-    choices: dict[str, Any] | None
+    parameters: dict[str, Any] | None

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import optuna
 
-from zerotune.config.errors import UsageError
-from zerotune.config.schema import JobConfig
+from zerotune.cluster.messages import Limits
+from zerotune.config.errors import RunFailed, UsageError
 from zerotune.records import RunKind, RunRecord, Status, StudyRecord
 from zerotune.records.events import (
     ConfirmationProgress,
@@ -72,6 +72,8 @@ class Search:
     _optuna: optuna.Study = field(init=False)
     _proposer: Proposer = field(init=False)
     _finished: list[RunRecord] = field(init=False)
+    _study: StudyRecord = field(init=False)
+    _run_id: str = field(init=False)
 
     def run(self) -> SearchResult:
         """Search until the budget is spent, confirm the winner, and return it.
@@ -116,8 +118,8 @@ class Search:
         for ghost in reap(self.store, plan.study):
             self.emit(Notice(message=f"trial {ghost.trial_number} ({ghost.run_id}) was broken off earlier"))
         self._refresh()
-        self._proposer = Proposer(self._optuna, plan, self._finished)
-        self._proposer.take_up(trial_rows(self.store, plan.study))
+        self._proposer = Proposer(self._optuna, plan)
+        self._proposer.take_up(trial_rows(self.store, plan.study), self._finished)
         self._budget = Budget(
             trials=plan.search.trials,
             time_s=plan.search.time,
@@ -175,7 +177,7 @@ class Search:
 
     def _trials(self) -> str:
         """Run trials until a budget is spent; say which."""
-        failed = 0
+        statuses: list[Status] = []
         while len(self._finished) < self.plan.search.trials:
             if self._finished and self._budget.time_is_up():
                 return "time"
@@ -183,9 +185,8 @@ class Search:
             if proposal is None:
                 self.emit(Notice(message=f"the space has no more than {len(self._finished)} configurations"))
                 return "exhausted"
-            record = self._trial(proposal)
-            failed = failed + 1 if record.status is Status.FAILED else -len(self._finished)
-            if failed == _HOPELESS and not any(row.measurement for row in self._finished):
+            statuses.append(self._trial(proposal).status)
+            if statuses == [Status.FAILED] * _HOPELESS and not any(row.measurement for row in self._finished):
                 raise all_failed(self._finished)
         return "trials"
 
@@ -208,7 +209,7 @@ class Search:
             trial_number=len(self._finished),
             is_baseline=is_baseline,
             memory_budget=self.plan.search.memory_budget,
-            limit_s=self.plan.search.trial_timeout,
+            limits=self._limits(),
         )
 
         def started(row: RunRecord) -> None:
@@ -224,7 +225,7 @@ class Search:
             self._run_id = row.run_id
 
         try:
-            record = self.executor.execute(request, self._progress, started)
+            record = self.executor.execute(request, self._progress, started).run
         except BaseException:
             self._proposer.give_back(proposal)
             raise
@@ -235,6 +236,11 @@ class Search:
             self._proposer.tell(proposal, record)
         self._after(record)
         return record
+
+    def _limits(self) -> Limits:
+        """The whole trial has one limit; the message of whoever overruns it names the phase."""
+        limit = self.plan.search.trial_timeout
+        return Limits(start_s=limit, first_progress_s=limit, silence_s=limit, total_s=limit)
 
     def _progress(self, progress: Progress) -> None:
         self.emit(
@@ -309,46 +315,50 @@ class Search:
         )
 
     def _confirm(self, candidates: confirm.Candidates) -> tuple[confirm.Candidates, list[confirm.Round]]:
-        """Measure the candidates in turns; whoever fails now drops out, unless it is the reference."""
+        """Measure the candidates in turns, going on where an earlier session stopped.
+
+        A candidate that fails now drops out; the reference may not.
+        """
         wanted = self.plan.search.confirm_rounds
-        if len(candidates.order) == 1:
-            return candidates, []
-        rows = self.store.runs(study=self.plan.study, kind=RunKind.CONFIRMATION)
-        rounds = confirm.complete_rounds(rows, candidates.numbers)[:wanted]
-        while len(rounds) < wanted:
-            current: confirm.Round = {}
+        lost_nodes = 0
+        while True:
+            rows = self.store.runs(study=self.plan.study, kind=RunKind.CONFIRMATION)
+            candidates = candidates.without(confirm.failed_numbers(rows))
+            rounds = confirm.complete_rounds(rows, candidates.numbers)[:wanted]
+            if len(candidates.order) == 1 or len(rounds) == wanted:
+                return candidates, rounds
             for turn, candidate in enumerate(candidates.order):
-                assert candidate.trial_number is not None
-                total = wanted * len(candidates.order)
-                done = len(rounds) * len(candidates.order) + turn
-                self.emit(
-                    ConfirmationProgress(
-                        round=len(rounds) + 1,
-                        rounds=wanted,
-                        done=done,
-                        total=total,
-                        trial_number=candidate.trial_number,
-                        eta_seconds=self._budget.confirmation_eta_seconds(total - done),
-                    )
-                )
+                self._announce(candidates, len(rounds), turn)
                 record = self._measure_again(candidate)
-                if record.measurement is None:
-                    remaining = candidates.without(candidate)
-                    said = record.failure.message if record.failure else record.status.value
-                    self.emit(
-                        Notice(message=f"trial {candidate.trial_number} failed when measured again: {said}")
-                    )
-                    if remaining is None:
-                        raise all_failed([record])
-                    candidates = remaining
-                    rounds = [{n: r[n] for n in candidates.numbers} for r in rounds]
-                    break
-                current[candidate.trial_number] = record.measurement.step_time_s.value
-            else:
-                rounds.append(current)
-            if len(candidates.order) == 1:
-                return candidates, []
-        return candidates, rounds
+                if record.measurement is not None:
+                    continue
+                said = record.failure.message if record.failure else record.status.value
+                self.emit(
+                    Notice(message=f"trial {candidate.trial_number} failed when measured again: {said}")
+                )
+                lost_nodes += record.status is Status.LOST_NODE
+                if (
+                    candidate is candidates.reference
+                    and record.status is not Status.LOST_NODE
+                    or lost_nodes > 2
+                ):
+                    raise RunFailed(f"the confirmation failed: {said}", f"see {record.run_dir}")
+                break
+
+    def _announce(self, candidates: confirm.Candidates, rounds_done: int, turn: int) -> None:
+        size, wanted = len(candidates.order), self.plan.search.confirm_rounds
+        number = candidates.numbers[turn]
+        done, total = rounds_done * size + turn, wanted * size
+        self.emit(
+            ConfirmationProgress(
+                round=rounds_done + 1,
+                rounds=wanted,
+                done=done,
+                total=total,
+                trial_number=number,
+                eta_seconds=self._budget.confirmation_eta_seconds(total - done),
+            )
+        )
 
     def _measure_again(self, candidate: RunRecord) -> RunRecord:
         record = self.executor.execute(
@@ -368,14 +378,9 @@ class Search:
                 study=self.plan.study,
                 trial_number=candidate.trial_number,
                 is_baseline=candidate.is_baseline,
-                limit_s=self.plan.search.trial_timeout,
+                limits=self._limits(),
             )
-        )
+        ).run
         if record.ended is not None:
             self._budget.add_confirmation((record.ended - record.created).total_seconds())
         return record
-
-
-def baseline_of(job: JobConfig) -> JobConfig:
-    """The defaults that a speed-up is measured against: the file's workload, no knob of its own."""
-    return job.model_copy(update={"zero": type(job.zero)()})

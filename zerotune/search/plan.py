@@ -1,0 +1,191 @@
+"""Everything a search needs to know before it starts; making one starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from zerotune.config.check import batch_plan
+from zerotune.config.errors import UsageError
+from zerotune.config.knobs import Knobs
+from zerotune.config.schema import JobConfig, SearchConfig
+from zerotune.config.space import Dimension, ModelSizes, Space
+from zerotune.records import Fingerprint
+from zerotune.schedule import resolve_knobs
+from zerotune.search.configuration import canonical_key
+from zerotune.search.dimensions import Choices
+from zerotune.search.question import question, study_name
+
+_MICRO = "micro_batch_size"
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """A question with all that is needed to turn choices into configurations.
+
+    Attributes:
+        job: The configuration, command-line options merged into it.
+        space: The knobs to turn, without values that cannot run.
+        sizes: What multiples in the space refer to.
+        ranks: Number of data-parallel ranks.
+        workload: What is trained.
+        cluster: Where.
+        name: Name given by ``--study``, if any.
+        notes: One line for each thing that was left out of the space.
+    """
+
+    job: JobConfig
+    space: Space
+    sizes: ModelSizes
+    ranks: int
+    workload: Fingerprint
+    cluster: Fingerprint
+    name: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def search(self) -> SearchConfig:
+        return self.job.search
+
+    @cached_property
+    def question(self) -> Fingerprint:
+        return question(self.job, self.space.fingerprint_facts(), self.workload, self.cluster)
+
+    @property
+    def study(self) -> str:
+        """Name of the study."""
+        return self.name or study_name(self.job, self.cluster, self.question)
+
+    # ---------------------------------------------------------------------------------------- configurations
+
+    @cached_property
+    def baseline(self) -> JobConfig:
+        """The defaults that a speed-up is measured against; the micro-batch is the file's."""
+        return self.resolve(Knobs(), self.file_micro_batch)
+
+    @cached_property
+    def baseline_key(self) -> str:
+        return canonical_key(self.baseline)
+
+    @cached_property
+    def from_file(self) -> JobConfig | None:
+        """The file's own knobs, if they differ from the defaults."""
+        job = self.resolve(self.job.zero, self.file_micro_batch)
+        return job if canonical_key(job) != self.baseline_key else None
+
+    @property
+    def file_micro_batch(self) -> int:
+        train = self.job.train
+        return batch_plan(train.global_batch_size, self.ranks, train.micro_batch_size).micro_batch_size
+
+    def configure(self, choices: Choices) -> JobConfig:
+        """The configuration that a point of the space stands for, every knob a number."""
+        knobs = self.space.to_knobs(choices, self.sizes, self.job.zero)
+        per_rank = self.job.train.global_batch_size // self.ranks
+        return self.resolve(knobs, self.space.micro_batch_size(choices, self.file_micro_batch, per_rank))
+
+    def resolve(self, knobs: Knobs, micro_batch: int) -> JobConfig:
+        """The job with these knobs, every ``auto`` a number.
+
+        Raises:
+            UsageError: The global batch does not divide.
+        """
+        train = self.job.train
+        batch_plan(train.global_batch_size, self.ranks, micro_batch)
+        return self.job.model_copy(
+            update={
+                "zero": resolve_knobs(knobs, self.sizes.block),
+                "train": train.model_copy(update={_MICRO: micro_batch}),
+            }
+        )
+
+    def choices_of(self, job: JobConfig) -> Choices | None:
+        """A point of the space that stands for a configuration, or ``None`` if there is none.
+
+        Each knob comes from one dimension, so each dimension is looked up by itself; the whole is checked then.
+        """
+        choices: Choices = {}
+        for dimension in self.space.dimensions:
+            if not dimension.is_active(choices):
+                continue
+            wanted = _knob(job, dimension.name)
+            for value in self._candidates(dimension, wanted):
+                if _knob(self.configure({**choices, dimension.name: value}), dimension.name) == wanted:
+                    choices[dimension.name] = value
+                    break
+            else:
+                return None
+        return choices if canonical_key(self.configure(choices)) == canonical_key(job) else None
+
+    def _candidates(self, dimension: Dimension, wanted: Any) -> Iterator[Any]:
+        if dimension.values is not None:
+            yield from dimension.values
+            return
+        assert dimension.low is not None and dimension.high is not None
+        if not isinstance(wanted, int):
+            return
+        match dimension.relative_to:
+            case None:
+                value = float(wanted)
+            case "file":
+                value = wanted / self.file_micro_batch
+            case size:
+                value = wanted / getattr(self.sizes, size)
+        if dimension.low <= value <= dimension.high:
+            yield round(value) if dimension.is_integer else value
+
+
+def _knob(job: JobConfig, name: str) -> Any:
+    return job.train.micro_batch_size if name == _MICRO else getattr(job.zero, name)
+
+
+def make_plan(
+    job: JobConfig,
+    space: Space,
+    sizes: ModelSizes,
+    ranks: int,
+    workload: Fingerprint,
+    cluster: Fingerprint,
+    name: str | None = None,
+) -> SearchPlan:
+    """Make the plan of a search.
+
+    Micro-batches that do not divide the global batch over these ranks are left out of the space.
+
+    Raises:
+        UsageError: The file's own batch does not divide, or no micro-batch of the space does.
+    """
+    train = job.train
+    batch_plan(train.global_batch_size, ranks, train.micro_batch_size)
+    per_rank = train.global_batch_size // ranks
+    notes: tuple[str, ...] = ()
+    if _MICRO in space and space[_MICRO].relative_to is None:
+        fitting, left_out = _fitting(space[_MICRO], per_rank)
+        if not fitting:
+            sizes_that_fit = ", ".join(str(size) for size in range(1, per_rank + 1) if per_rank % size == 0)
+            raise UsageError(
+                f"no micro_batch_size of space {space.name} divides {per_rank} samples per rank",
+                f"use one of {sizes_that_fit}",
+            )
+        if left_out:
+            shown = ", ".join(str(value) for value in left_out)
+            notes = (f"micro_batch_size {shown} left out: {per_rank} samples per rank do not divide by it",)
+        narrowed = replace(space[_MICRO], values=fitting, low=None, high=None, log=False)
+        dimensions = tuple(narrowed if each.name == _MICRO else each for each in space.dimensions)
+        space = replace(space, dimensions=dimensions)
+    return SearchPlan(job, space, sizes, ranks, workload, cluster, name, notes)
+
+
+def _fitting(dimension: Dimension, per_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Micro-batches of a dimension that divide the samples of a rank, and those listed ones that do not."""
+    if dimension.values is None:
+        assert dimension.low is not None and dimension.high is not None
+        low, high = int(dimension.low), min(int(dimension.high), per_rank)
+        return tuple(size for size in range(low, high + 1) if per_rank % size == 0), ()
+    listed = [int(value) for value in dimension.values if isinstance(value, (int, float))]
+    return (
+        tuple(size for size in listed if per_rank % size == 0),
+        tuple(size for size in listed if per_rank % size),
+    )
