@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from zerotune.checkpoints import FlatSlice
 from zerotune.config.errors import RunFailed, UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper, RankGroup, StepResult
 from zerotune.models.units import cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
 from zerotune.records import ByteClass, Ledger
-from zerotune.schedule import ParamRef, Schedule, resolve_knobs
+from zerotune.schedule import ParamRef, Schedule, resolve_knobs, slice_bounds
 from zerotune.zero.comm import Communicator
 from zerotune.zero.executor import Executor
 from zerotune.zero.gatherer import Gatherer
@@ -245,6 +246,64 @@ class ZeroEngine:
                 self._load_master(sharded, state[name])
         self.refresh()
 
+    def sharded_state(self) -> dict[str, torch.Tensor]:
+        """This rank's part of parameters, buffers and optimizer state (see :mod:`zerotune.checkpoints`).
+
+        Parameters are the fp32 masters. The tensors share memory with the engine's, so that loading writes into it.
+        """
+        state: dict[str, torch.Tensor] = {}
+        for param in self.shards.params:
+            state[f"model/{param.name}"] = self._real_part(param, param.master)
+            for key, value in self.optimizer.state.get(param.master, {}).items():
+                if isinstance(value, torch.Tensor):
+                    is_sliced = value.shape == param.master.shape and value.dim() == 1
+                    state[f"optimizer/{param.name}/{key}"] = (
+                        self._real_part(param, value) if is_sliced else value
+                    )
+        for name, buffer in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(buffer, nn.Parameter) and isinstance(buffer, torch.Tensor):
+                state[f"buffer/{name}"] = buffer.detach()
+        return state
+
+    def expect_optimizer_state(self, found: Mapping[str, Mapping[str, tuple[torch.dtype, bool]]]) -> None:
+        """Make room for optimizer state that is about to be loaded."""
+        by_name = {param.name: param for param in self.shards.params}
+        for name in found:
+            if name not in by_name:
+                raise UsageError(f"the checkpoint has optimizer state of {name}, which is not in the model")
+        for name, param in by_name.items():
+            state = self.optimizer.state.pop(param.master, {})
+            for key, (dtype, is_sliced) in found.get(name, {}).items():
+                if key not in state:
+                    like = (
+                        param.master.detach()
+                        if is_sliced
+                        else torch.empty((), device=_state_device(self.optimizer))
+                    )
+                    state[key] = torch.zeros_like(like, dtype=dtype)
+            if state:
+                self.optimizer.state[param.master] = {
+                    k: v for k, v in state.items() if k in found.get(name, {})
+                }
+        self._account_optimizer()
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """Settings of the optimizer's groups, without the parameters."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
+    def set_optimizer_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Load what :meth:`optimizer_groups` gave.
+
+        Raises:
+            UsageError: There is another number of groups.
+        """
+        if len(groups) != len(self.optimizer.param_groups):
+            raise UsageError(
+                f"the checkpoint has {len(groups)} parameter groups, the optimizer {len(self.optimizer.param_groups)}"
+            )
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+
     def refresh(self) -> None:
         """Rebuild every derived copy from the masters, after they were written from outside."""
         self._publish_updates()
@@ -360,15 +419,29 @@ class ZeroEngine:
             self._comm.all_gather(flat, param.master.detach(), "export", [param.name]).wait()
         return flat[: param.numel].view(param.param.shape).cpu().clone()
 
+    def _real_part(self, param: ShardedParam, values: torch.Tensor) -> FlatSlice:
+        """The elements of a master, or of optimizer state laid out like it, that are not padding."""
+        if self._is_replicated:
+            return FlatSlice.of(values[: param.numel], 0, param.numel)
+        start, end = slice_bounds(param.numel, self.group.size, self.group.rank)
+        return FlatSlice.of(values[: end - start], start, param.numel)
+
     def _load_master(self, param: ShardedParam, value: torch.Tensor) -> None:
         flat = value.detach().to(self.group.device, torch.float32).reshape(-1)
         master = param.master.detach()
         if self._is_replicated:
             master[: param.numel].copy_(flat)
             return
-        start = min(self.group.rank * param.slice, param.numel)
-        end = min(start + param.slice, param.numel)
+        start, end = slice_bounds(param.numel, self.group.size, self.group.rank)
         master[: end - start].copy_(flat[start:end])
+
+
+def _state_device(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where scalar optimizer state (``step``) lives: beside the parameters for fused and capturable optimizers."""
+    group = optimizer.param_groups[0]
+    on_device = group.get("fused") or group.get("capturable")
+    device: torch.device = group["params"][0].device
+    return device if on_device else torch.device("cpu")
 
 
 def _refuse_what_cannot_work(module: nn.Module, device: torch.device) -> None:
