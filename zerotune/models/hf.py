@@ -45,12 +45,12 @@ def load_hf_config(config: HfConfig) -> PretrainedConfig:
     auto_config = _transformers().AutoConfig
     try:
         if config.folder is not None:
-            if not (Path(config.folder) / "config.json").is_file():
+            if not (Path(config.folder).expanduser() / "config.json").is_file():
                 raise UsageError(
                     f"model.hf.folder: there is no config.json in {config.folder}",
                     "give a local folder, or the configuration inline; nothing is downloaded",
                 )
-            loaded = auto_config.from_pretrained(config.folder, local_files_only=True)
+            loaded = auto_config.from_pretrained(Path(config.folder).expanduser(), local_files_only=True)
         else:
             loaded = auto_config.for_model(**(config.config or {}))
     except UsageError:

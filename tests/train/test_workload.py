@@ -1,0 +1,77 @@
+import pytest
+
+from tests.train.contexts import TINY_GPT, make_job
+from zerotune.config.errors import UsageError
+from zerotune.config.schema import JobConfig
+from zerotune.train.workload import workload_fingerprint
+
+
+def changed(job: JobConfig, **sections) -> JobConfig:
+    return JobConfig.model_validate(
+        job.model_dump() | {k: job.model_dump()[k] | v for k, v in sections.items()}
+    )
+
+
+JOB = make_job()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"zero": {"stage": 0}},
+        {"zero": {"prefetch_distance": 5}},
+        {"train": {"micro_batch_size": 2}},
+        {"train": {"steps": 7}},
+        {"train": {"seed": 7}},
+        {"train": {"save_every": 7}},
+        {"cluster": {"nodes": 2}},
+        {"search": {"trials": 3}},
+    ],
+    ids=str,
+)
+def test_knobs_steps_and_seed_are_no_part_of_it(change):
+    assert workload_fingerprint(changed(JOB, **change)) == workload_fingerprint(JOB)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": {"global_batch_size": 8}},
+        {"train": {"precision": "bf16"}},
+        {"train": {"optimizer": {"name": "sgd"}}},
+        {"train": {"lr_schedule": {"name": "cosine"}}},
+        {"train": {"clip_norm": 1.0}},
+        {"data": {"synthetic": {"pad_fraction": 0.5}}},
+        {"model": {"gpt": {**TINY_GPT["gpt"], "layers": 3}}},
+    ],
+    ids=str,
+)
+def test_what_is_trained_is(change):
+    assert workload_fingerprint(changed(JOB, **change)).key != workload_fingerprint(JOB).key
+
+
+def test_defaults_written_out_are_the_same_workload():
+    written = JobConfig.model_validate(JOB.model_dump(mode="json"))
+    assert workload_fingerprint(written) == workload_fingerprint(JOB)
+
+
+def test_source_of_factories_and_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    keys = set()
+    for body in ("1", "2"):
+        (tmp_path / "m.py").write_text(body)
+        (tmp_path / "d.py").write_text("same")
+        keys.add(workload_fingerprint(make_job({"factory": "m.py:f"}, {"factory": "d.py:f"})).key)
+    (tmp_path / "d.py").write_text("other")
+    keys.add(workload_fingerprint(make_job({"factory": "m.py:f"}, {"factory": "d.py:f"})).key)
+    for body in ("{}", "{ }"):
+        (tmp_path / "config.json").write_text(body)
+        keys.add(workload_fingerprint(make_job({"hf": {"folder": "."}})).key)
+        (tmp_path / "t.json").write_text(body)
+        keys.add(workload_fingerprint(make_job(data={"text": {"tokenizer": "t.json"}})).key)
+    assert len(keys) == 7
+
+
+def test_missing_files_are_named():
+    with pytest.raises(UsageError, match=r"model.hf.folder: cannot read absent/config.json"):
+        workload_fingerprint(make_job({"hf": {"folder": "absent"}}))

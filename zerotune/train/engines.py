@@ -1,0 +1,40 @@
+"""From a configuration to an engine around a model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+from zerotune.config.knobs import Knobs
+from zerotune.config.schema import JobConfig
+from zerotune.engine.group import RankGroup
+from zerotune.engine.protocol import Engine
+from zerotune.train.optim import optimizer_factory
+
+
+class TunedEngine(Engine, Protocol):
+    """An engine that says how it was tuned."""
+
+    @property
+    def knobs(self) -> Knobs:
+        """As they act, every ``auto`` a number."""
+
+    @property
+    def peak_live_elements(self) -> int:
+        """Largest number of live elements so far."""
+
+
+def make_engine(job: JobConfig, model: nn.Module, group: RankGroup) -> TunedEngine:
+    """Build the engine that ``train.engine`` names."""
+    from zerotune.zero.engine import ZeroEngine
+
+    assert job.train.engine == "zerotune", "the schema knows no other engine"
+    return ZeroEngine(
+        model,
+        optimizer=optimizer_factory(job.train.optimizer),
+        knobs=job.zero,
+        group=group,
+        precision=job.train.precision,
+        clip_norm=job.train.clip_norm,
+    )

@@ -1,0 +1,43 @@
+"""When and where a run saves, and from where it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zerotune.config.errors import UsageError
+from zerotune.config.schema import JobConfig
+from zerotune.engine.protocol import Engine
+
+FOLDER = "checkpoints"
+"""Folder of a run's checkpoints within its own folder."""
+
+
+def is_due(job: JobConfig, done: int) -> bool:
+    """Whether to save after ``done`` steps: every ``save_every``, and at the end of a run that saves at all."""
+    every = job.train.save_every
+    return every is not None and (done % every == 0 or done == job.train.steps)
+
+
+def save(engine: Engine, run_dir: str, done: int) -> str:
+    """Save the state after ``done`` steps and return the folder of checkpoints; collective."""
+    from zerotune import checkpoints
+
+    folder = str(Path(run_dir) / FOLDER)
+    checkpoints.save(engine, folder, done, {})
+    return folder
+
+
+def resume(engine: Engine, folder: str, job: JobConfig) -> int:
+    """Load the last checkpoint and return the number of steps it had taken; collective.
+
+    Raises:
+        UsageError: There is no step left to take.
+    """
+    from zerotune import checkpoints
+
+    done, _ = checkpoints.load(engine, folder)
+    if done >= job.train.steps:
+        raise UsageError(
+            f"{folder} has already taken {done} of train.steps {job.train.steps}", "ask for more with --steps"
+        )
+    return done

@@ -1,0 +1,24 @@
+"""What is random in a step, and on which ranks it is the same."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+
+def seed_step(seed: int, rank: int, step: int) -> None:
+    """Seed a step.
+
+    Torch's generators, which draw dropout masks, differ between ranks. Python's ``random`` is the same on all of them:
+    it is the one to take for what the ranks must decide alike, such as which layers a step drops. Both are functions of
+    the step, so that a resumed run draws what an unbroken one would have drawn.
+    """
+    torch.manual_seed(mixed(seed, step, rank))
+    random.seed(mixed(seed, step))
+
+
+def mixed(*numbers: int) -> int:
+    """A 64-bit seed from a few non-negative numbers; near inputs give unrelated seeds."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
