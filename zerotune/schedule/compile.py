@@ -256,9 +256,9 @@ class _Compiler:
         if self._nothing_gathered_between(unit, index, following, open_uses, held):
             return SavingReason.USED_NEXT
         policy = self.knobs.release
-        if policy is ReleasePolicy.KEEP:
+        if policy == ReleasePolicy.KEEP:
             return SavingReason.KEPT
-        if policy is ReleasePolicy.REUSE and self.knobs.max_reuse_distance is not None:
+        if policy == ReleasePolicy.REUSE and self.knobs.max_reuse_distance is not None:
             used = sum(
                 self.layout.numel(self.needs[need].unit)
                 for need in range(self.needs_at[index].stop, self.needs_at[following].start)
@@ -345,6 +345,7 @@ class _Compiler:
                 following = self._next_need(unit, index)
                 if following is not None:
                     self.kept[unit] = following
+        self._make_room(0, until=None, step=step)  # what the open units were allowed beyond the bound ends here
         self._prefetch(index, step)
 
     def _drop(self, units: Sequence[int], step: list[Action]) -> None:
