@@ -151,6 +151,15 @@ class TestPermissions:
         assert as_ordinary_user(outcome(path, create=False), tmp_path) == "1 runs"
         assert "is read-only" in as_ordinary_user(outcome(path, create=True), tmp_path)
 
+    def test_another_user_s_store_while_it_is_written(self, folder, tmp_path):
+        path = folder / "zerotune.db"
+        with Store.open(f"sqlite:///{path}") as store:
+            store.add_run(make_run("t-1"))
+            folder.chmod(0o555)
+            assert as_ordinary_user(outcome(path, create=False), tmp_path) == "1 runs"
+            store.add_run(make_run("t-2"))
+            assert as_ordinary_user(outcome(path, create=False), tmp_path) == "2 runs"
+
     def test_a_store_that_may_not_be_read(self, folder, tmp_path):
         path = folder / "zerotune.db"
         Store.open(f"sqlite:///{path}").close()

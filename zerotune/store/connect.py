@@ -143,10 +143,9 @@ def _check_file(path: Path, create: bool) -> None:
 def _read_mode(path: Path) -> str:
     """How to open a file for reading only.
 
-    Reading a database in WAL mode makes two small files beside it. Where that is not allowed, and nothing waits
-    in a log, the file is complete in itself and can be read as immutable.
+    A database in WAL mode is read through two files beside it, which a reader makes where they are missing. Where it
+    may not, and nobody is writing nor has left anything in the log, the file is complete in itself: immutable.
     """
-    log = path.with_name(path.name + "-wal")
-    if os.access(path.parent, os.W_OK) or (log.exists() and log.stat().st_size > 0):
-        return "rw"
-    return "ro&immutable=1"
+    log, index = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
+    in_use = log.exists() and (index.exists() or log.stat().st_size > 0)
+    return "rw" if in_use or os.access(path.parent, os.W_OK) else "ro&immutable=1"

@@ -163,10 +163,10 @@ def best_for(
     origin = f" of study {best.run.study}" if best.run.study else ""
     how = "confirmed as the best" if best.is_winner else "the best"
     caveat = _caveat(nearest.cluster, cluster)
-    return Choice(best.run, f"{how} of {count(len(ranked), 'trial')}{origin}", caveat)
+    return Choice(best.run, f"{how} of {_count(len(ranked), 'trial')}{origin}", caveat)
 
 
-def count(number: int, noun: str) -> str:
+def _count(number: int, noun: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -233,9 +233,9 @@ def _caveat(measured: Fingerprint, wanted: Fingerprint) -> str | None:
     for name, (there, here) in measured.difference(wanted).items():
         match name:
             case "nodes":
-                words.append(f"{count(there, 'node')}, not {here}")
+                words.append(f"{_count(there, 'node')}, not {here}")
             case "ranks_per_node":
-                words.append(f"{count(there, 'rank')} per node, not {here}")
+                words.append(f"{_count(there, 'rank')} per node, not {here}")
             case "link":
                 words.append(f"link {there}, not {here}")
             case _:
