@@ -7,6 +7,7 @@ from io import StringIO
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from zerotune.config.schema import JobConfig
 from zerotune.config.section import Section
@@ -47,8 +48,19 @@ def _plain(section: Section) -> dict[str, Any]:
         if isinstance(value, Section):
             written[name] = _plain(value)
         elif value is not None:
-            written[name] = section.model_dump(mode="json", include={name})[name]
+            written[name] = _quoted(section.model_dump(mode="json", include={name})[name])
     return written
+
+
+def _quoted(value: Any) -> Any:
+    """Texts with characters that YAML takes for line breaks, or does not show, in quotes with escapes."""
+    if isinstance(value, str):
+        return value if value.isprintable() else DoubleQuotedScalarString(value)
+    if isinstance(value, list):
+        return [_quoted(item) for item in value]
+    if isinstance(value, dict):
+        return {_quoted(key): _quoted(item) for key, item in value.items()}
+    return value
 
 
 def _printable(line: str) -> str:

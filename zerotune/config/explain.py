@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from zerotune.config.knobs import REGISTRY
+from zerotune.config.knobs import REGISTRY, find_knob
 from zerotune.config.planned import PLANNED_KEYS, PLANNED_VALUES
 from zerotune.config.section import Section, exactly_one_of, section_class
 from zerotune.config.source import KeyPath, Problem, Source, dotted
@@ -94,8 +94,8 @@ def unknown_key(
         return f"not available yet; {PLANNED_KEYS[text]}", None
     if text in REGISTRY and root.model_fields.get(REGISTRY[text].section):
         return f"no such {what}, {text} stands under {REGISTRY[text].section}:", None
-    if in_zero and (knob := _by_foreign_name(text)):
-        return f"no such knob, it is called {knob} here", knob
+    if in_zero and (knob := find_knob(text)):
+        return f"no such knob, it is called {knob.name} here", knob.name
     if close := get_close_matches(text, fields, n=1, cutoff=0.7):
         knob_meant = close[0] in REGISTRY and where in (("zero",), ("train",))
         return f"no such {'knob' if knob_meant else what}, did you mean {close[0]}?", close[0]
@@ -106,14 +106,6 @@ def unknown_key(
     if close := get_close_matches(text, fields, n=1, cutoff=0.55):
         return f"no such {what}, did you mean {close[0]}?", close[0]
     return f"no such {what}; there are {', '.join(fields)}", None
-
-
-def _by_foreign_name(key: str) -> str | None:
-    """The knob that DeepSpeed calls ``key``."""
-    names = (
-        name for name, info in REGISTRY.items() if key in (info.deepspeed or "").replace(".", " ").split()
-    )
-    return next((name for name in names if name != key), None)
 
 
 def _places_of(key: str, section: type[Section], path: KeyPath = (), most: int = 3) -> list[str]:

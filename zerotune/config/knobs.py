@@ -86,6 +86,8 @@ class KnobInfo:
         stages: The ZeRO stages in which it acts.
         deepspeed: The nearest setting of DeepSpeed, or ``None``.
         fsdp2: The nearest setting of FSDP2, or ``None``.
+        example: A value to show in documentation.
+        least: Smallest number it takes, for knobs with a unit.
     """
 
     name: str
@@ -97,11 +99,29 @@ class KnobInfo:
     stages: tuple[int, ...]
     deepspeed: str | None
     fsdp2: str | None
+    example: str
+    least: int = 0
 
     @property
     def path(self) -> str:
         """Dotted path in model.yaml, as ``--set`` takes it."""
         return f"{self.section}.{self.name}"
+
+    @property
+    def range(self) -> str:
+        """What it takes, with the bounds of numbers."""
+        return f"{self.type} of at least {self.least}" if self.unit else self.type
+
+    def details(self) -> list[tuple[str, str]]:
+        """What there is to say of it beside its meaning, as labels and values."""
+        return [
+            ("takes", self.range),
+            ("default", self.default),
+            ("unit", self.unit or "none"),
+            ("acts in", " and ".join(f"stage {stage}" for stage in self.stages)),
+            ("DeepSpeed", self.deepspeed or "none"),
+            ("FSDP2", self.fsdp2 or "none"),
+        ]
 
 
 _ALL = (0, 3)
@@ -113,61 +133,72 @@ REGISTRY: dict[str, KnobInfo] = {
         KnobInfo(
             "stage", "zero", "0 or 3", "", "3",
             "what is partitioned: nothing (0), or optimizer state, gradients and parameters (3)",
-            _ALL, "zero_optimization.stage", "fully_shard (3) or DDP (0)",
+            _ALL, "zero_optimization.stage", "fully_shard (3) or DDP (0)", "3",
         ),
         KnobInfo(
             "unit_size", "zero", "block, or a size", "elements", "block",
             "what is gathered and released together: a block, or the largest modules not above this size",
-            _THREE, "stage3_module_granularity_threshold", "which modules fully_shard is called on",
+            _THREE, "stage3_module_granularity_threshold", "which modules fully_shard is called on", "50M", 1,
         ),
         KnobInfo(
             "allgather_bucket_size", "zero", "auto, or a size", "elements", "auto: one block",
             "units gathered in one collective, at most",
-            _THREE, None, "which modules share one fully_shard call",
+            _THREE, None, "which modules share one fully_shard call", "100M",
         ),
         KnobInfo(
             "prefetch_distance", "zero", "auto, or a size", "elements", "auto: one block",
             "how far ahead of use gathers are issued; 0 gathers on demand",
-            _THREE, "stage3_prefetch_bucket_size", "set_modules_to_forward_prefetch / _backward_prefetch",
+            _THREE, "stage3_prefetch_bucket_size", "set_modules_to_forward_prefetch / _backward_prefetch", "50M",
         ),
         KnobInfo(
             "param_persistence_threshold", "zero", "auto, or a size", "elements",
             "auto: min(1e5, 1 % of the largest block)",
             "parameters up to this size stay full on every rank during the step",
-            _THREE, "stage3_param_persistence_threshold", None,
+            _THREE, "stage3_param_persistence_threshold", None, "1e5",
         ),
         KnobInfo(
             "release", "zero", "after_use, reuse or keep", "", "after_use",
             "drop after each use; drop unless used again within max_reuse_distance; keep from forward to backward",
-            _THREE, "stage3_max_reuse_distance (0, a size, or huge)", "reshard_after_forward",
+            _THREE, "stage3_max_reuse_distance (0, a size, or huge)", "reshard_after_forward", "keep",
         ),
         KnobInfo(
             "max_reuse_distance", "zero", "a size", "elements", "none",
             "for release: reuse, how many elements may be used before the next use of a unit that is kept",
-            _THREE, "stage3_max_reuse_distance", None,
+            _THREE, "stage3_max_reuse_distance", None, "500M",
         ),
         KnobInfo(
             "max_live_parameters", "zero", "none, or a size", "elements", "none",
             "a bound on the elements of full parameters alive at once, gather buffers included",
-            _THREE, "stage3_max_live_parameters (bounds prefetch only)", None,
+            _THREE, "stage3_max_live_parameters (bounds prefetch only)", None, "1e9",
         ),
         KnobInfo(
             "reduce_bucket_size", "zero", "auto, or a size", "elements", "auto: one block",
             "gradients reduced in one collective, at most",
-            _ALL, "reduce_bucket_size", "which modules fully_shard is called on",
+            _ALL, "reduce_bucket_size", "which modules fully_shard is called on", "100M",
         ),
         KnobInfo(
             "overlap_comm", "zero", "true or false", "", "true",
             "communication beside compute, or in line with it",
-            _ALL, "overlap_comm", None,
+            _ALL, "overlap_comm", None, "false",
         ),
         KnobInfo(
             "micro_batch_size", "train", "a whole number", "samples", "auto: global batch / ranks",
             "samples per rank in one forward pass; the global batch is held constant by accumulation",
-            _ALL, "train_micro_batch_size_per_gpu", None,
+            _ALL, "train_micro_batch_size_per_gpu", None, "4", 1,
         ),
     )
 }  # fmt: skip
+
+
+def find_knob(name: str) -> KnobInfo | None:
+    """The knob called ``name`` here (``zero.stage`` or ``stage``) or, in one word, in DeepSpeed."""
+    for info in REGISTRY.values():
+        if name in (info.name, info.path):
+            return info
+    for info in REGISTRY.values():
+        if name in (info.deepspeed or "").replace(".", " ").split():
+            return info
+    return None
 
 
 def knob_values(knobs: Knobs, micro_batch_size: int) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -159,6 +160,26 @@ class Space:
 
     def __contains__(self, name: object) -> bool:
         return any(dimension.name == name for dimension in self.dimensions)
+
+    def points(self) -> int | None:
+        """How many different choices there are; ``None`` if there is a range among the dimensions."""
+        if any(dimension.values is None for dimension in self.dimensions):
+            return None
+        choices: list[dict[str, Value]] = [{}]
+        free = [dimension for dimension in self.dimensions if not dimension.when]
+        parents = {name for dimension in self.dimensions for name in dimension.when}
+        total = 1
+        for dimension in free:
+            values = dimension.values or ()
+            if dimension.name in parents:
+                choices = [{**choice, dimension.name: value} for choice in choices for value in values]
+            else:
+                total *= len(values)
+        dependent = [dimension for dimension in self.dimensions if dimension.when]
+        return total * sum(
+            prod(len(dimension.values or ()) for dimension in dependent if dimension.is_active(choice))
+            for choice in choices
+        )
 
     def fingerprint_facts(self) -> dict[str, Any]:
         """What makes two spaces the same question: the dimensions, not the name or the description."""
