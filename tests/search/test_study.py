@@ -109,7 +109,7 @@ def test_the_sampler_learns_to_keep_away_from_running_out_of_memory(bench: Bench
     """S08: the share of trials that run out of memory falls, the best feasible one wins, nothing is a fake number."""
     job = make_job(global_batch=5040, micro=1, trials=30)
     space = micro_space().replace("high: 64", "high: 48")
-    result, workers = bench(plan_of(job, space), out_of_memory_above_eight)
+    result, _ = bench(plan_of(job, space), out_of_memory_above_eight)
     assert result.best.config.train.micro_batch_size == 12
     ooms = [run.status is Status.OOM_DEVICE for run in result.trials]
     early, late = ooms[:15], ooms[15:]
@@ -181,7 +181,7 @@ def test_hanging_trials_count_and_the_search_goes_on(bench: Bench) -> None:
             raise fail(Status.TIMEOUT, "timed out during backward")
         return surface(job)
 
-    result, workers = bench(plan_of(make_job(trials=16)), hangs_without_prefetch)
+    result, _ = bench(plan_of(make_job(trials=16)), hangs_without_prefetch)
     assert result.counts == {"complete": 12, "timeout": 4}
     study = optuna.load_study(study_name=result.study, storage=bench.store.open_optuna_storage())
     hung = [trial for trial in study.trials if trial.user_attrs["status"] == "timeout"]

@@ -16,12 +16,15 @@ from zerotune.records import Failure, Fingerprint, RunKind, RunRecord, Status
 from zerotune.records.run import now
 from zerotune.runs.folders import run_folder, write_resolved
 from zerotune.runs.owner import this_owner
-from zerotune.runs.reap import interrupted
+from zerotune.runs.resume import checkpoints_of
 from zerotune.runs.versions import versions
 from zerotune.runs.workers import OnProgress, Workers
 from zerotune.store.ids import new_run_id
 from zerotune.store.store import Store
+from zerotune.train.context import Progress
 from zerotune.train.spec import RankReport, RunSpec
+
+_INTERRUPTED = Failure(status=Status.INTERRUPTED, message="interrupted by the user")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class RunRequest:
     trial_number: int | None = None
     is_baseline: bool = False
     memory_budget: int | None = None
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True)
@@ -107,25 +110,34 @@ class Executor:
         """
         record = self._open(request)
         losses: list[float] = []
+        steps_done = 0
+
+        def progressed(progress: Progress) -> None:
+            nonlocal steps_done
+            if progress.phase in ("train", "save"):
+                steps_done = progress.step
+            on_progress(progress)
+
         try:
             on_start(record)
-            reports = self._run(request, record, on_progress)
+            reports = self._run(request, record, progressed)
         except RunFailed as error:
-            record = _with_failure(record, _cause(error))
+            record = _with_failure(record, _cause(error), steps_done)
         except KeyboardInterrupt:
-            self._close(interrupted(record, "interrupted by the user"))
+            self._close(_with_failure(record, _INTERRUPTED, steps_done))
             raise
         except ZerotuneError as error:
             failure = _cause(error).model_copy(update={"status": Status.NOT_LAUNCHED})
-            self._close(_with_failure(record, failure))
+            self._close(_with_failure(record, failure, steps_done))
             raise
         except BaseException as error:
-            self._close(_with_failure(record, _cause(error)))
+            self._close(_with_failure(record, _cause(error), steps_done))
             raise
         else:
             record = _with_reports(record, reports)
             losses = reports[0].losses
-            write_resolved(Path(record.run_dir or "."), record.config)
+            if record.run_dir is not None and record.config != request.spec.job:
+                write_resolved(Path(record.run_dir), record.config)
             ledgers = [report.ledger for report in reports if report.ledger is not None]
             if ledgers:
                 self.store.save_ledgers(record.run_id, ledgers)
@@ -187,8 +199,16 @@ def _with_reports(record: RunRecord, reports: list[RankReport]) -> RunRecord:
     )
 
 
-def _with_failure(record: RunRecord, failure: Failure) -> RunRecord:
-    return record.model_copy(update={"status": failure.status, "failure": failure})
+def _with_failure(record: RunRecord, failure: Failure, steps_done: int) -> RunRecord:
+    folder = checkpoints_of(record.run_dir)
+    return record.model_copy(
+        update={
+            "status": failure.status,
+            "failure": failure,
+            "checkpoint": str(folder) if folder else None,
+            "steps_done": steps_done,
+        }
+    )
 
 
 def _cause(error: BaseException) -> Failure:

@@ -7,8 +7,15 @@ from pathlib import Path
 from zerotune.config.dump import dump_job
 from zerotune.config.errors import UsageError
 from zerotune.config.schema import JobConfig
+from zerotune.store.connect import parse_url, sqlite_file
 
 RESOLVED = "config.resolved.yaml"
+
+
+def runs_root(store_url: str) -> Path:
+    """Where runs have their folders: beside the store's file, or for a server in ``results/runs`` of this folder."""
+    file = sqlite_file(parse_url(store_url))
+    return file.parent if file is not None else Path("results", "runs").absolute()
 
 
 def run_folder(root: Path, run_id: str) -> Path:

@@ -14,23 +14,15 @@ from zerotune.store.store import Store
 _FOREIGN_STALE = timedelta(hours=24)
 
 
+_GHOST = Failure(status=Status.INTERRUPTED, message="its driver process ended without finishing it")
+
+
 def is_orphan(record: RunRecord) -> bool:
     """Whether a ``running`` row has no driver any more."""
     alive = is_alive(record.owner)
     if alive is None:
         return datetime.now(UTC) - record.created > _FOREIGN_STALE
     return not alive
-
-
-def interrupted(record: RunRecord, message: str) -> RunRecord:
-    """The row of a run that was broken off from outside."""
-    return record.model_copy(
-        update={
-            "status": Status.INTERRUPTED,
-            "ended": now(),
-            "failure": Failure(status=Status.INTERRUPTED, message=message),
-        }
-    )
 
 
 def reap(store: Store, study: str | None = None) -> list[RunRecord]:
@@ -46,7 +38,9 @@ def reap(store: Store, study: str | None = None) -> list[RunRecord]:
     reaped = []
     for record in store.runs(study=study, status=Status.RUNNING):
         if is_orphan(record):
-            ghost = interrupted(record, "its driver process ended without finishing it")
+            ghost = record.model_copy(
+                update={"status": Status.INTERRUPTED, "ended": now(), "failure": _GHOST}
+            )
             store.update_run(ghost)
             reaped.append(ghost)
     return reaped

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from zerotune.records import RunRecord, Status
 
@@ -55,9 +56,15 @@ def objective_values(record: RunRecord, objective: str) -> tuple[float, ...]:
     return {"throughput": (throughput,), "memory": (memory,), "pareto": (throughput, memory)}[objective]
 
 
-def directions(objective: str) -> list[str]:
+def directions(objective: str) -> list[Literal["maximize", "minimize"]]:
     """Optuna's directions of an objective."""
-    return {"throughput": ["maximize"], "memory": ["minimize"], "pareto": ["maximize", "minimize"]}[objective]
+    match objective:
+        case "throughput":
+            return ["maximize"]
+        case "memory":
+            return ["minimize"]
+        case _:
+            return ["maximize", "minimize"]
 
 
 def what_to_tell(record: RunRecord, objective: str) -> Told:

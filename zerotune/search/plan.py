@@ -14,7 +14,7 @@ from zerotune.config.schema import JobConfig, SearchConfig
 from zerotune.config.space import Dimension, ModelSizes, Space
 from zerotune.records import Fingerprint
 from zerotune.schedule import resolve_knobs
-from zerotune.search.configuration import canonical_key
+from zerotune.search.configuration import canonical_key, shown
 from zerotune.search.dimensions import Choices
 from zerotune.search.question import question, study_name
 
@@ -57,6 +57,29 @@ class SearchPlan:
     def study(self) -> str:
         """Name of the study."""
         return self.name or study_name(self.job, self.cluster, self.question)
+
+    def values_in_numbers(self, dimension: Dimension) -> str:
+        """The values of a dimension as they will run, multiples multiplied out."""
+
+        def number(value: Any) -> str:
+            if value is None or isinstance(value, (str, bool)):
+                return shown(value)
+            choices = {
+                dimension.name: value,
+                **{name: allowed[0] for name, allowed in dimension.when.items()},
+            }
+            return shown(_knob(self.configure(choices), dimension.name))
+
+        if dimension.values is not None:
+            text = ", ".join(number(value) for value in dimension.values)
+        else:
+            text = f"{number(dimension.low)} to {number(dimension.high)}" + (
+                " (log)" if dimension.log else ""
+            )
+        conditions = [
+            f"{name} = {' or '.join(map(shown, allowed))}" for name, allowed in dimension.when.items()
+        ]
+        return f"{text} (with {', '.join(conditions)})" if conditions else text
 
     # ---------------------------------------------------------------------------------------- configurations
 

@@ -16,7 +16,6 @@ from optuna.trial import TrialState
 
 from zerotune.config.schema import JobConfig
 from zerotune.records import RunRecord
-from zerotune.runs.owner import this_owner
 from zerotune.search.configuration import canonical_key
 from zerotune.search.dimensions import Choices, draw, enumerate_all, suggest, to_parameters
 from zerotune.search.feasibility import Outcome, memory_violation, what_to_tell
@@ -29,7 +28,6 @@ _DRAWS = 500
 """Random draws in a space that cannot be listed before it counts as exhausted."""
 
 _RUN_ID = "zerotune:run_id"
-_OWNER = "zerotune:owner"
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,6 @@ class Proposer:
 
     def running(self, proposal: Proposal, row: RunRecord) -> None:
         """Note which run tries it."""
-        proposal.trial.set_user_attr(_OWNER, this_owner())
         proposal.trial.set_user_attr(_RUN_ID, row.run_id)
         self._rows[row.run_id] = row
 

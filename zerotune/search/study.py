@@ -50,6 +50,9 @@ GIVE_UP_SHARE = 0.9
 _HOPELESS = 3
 """So many failures at the start of a session, and nothing else, end it: the fault is not in the knobs."""
 
+_LOST_NODES = 2
+"""Nodes that may be lost during the confirmation before it is given up."""
+
 _DRIVER = "zerotune:driver"
 
 
@@ -336,12 +339,9 @@ class Search:
                 self.emit(
                     Notice(message=f"trial {candidate.trial_number} failed when measured again: {said}")
                 )
-                lost_nodes += record.status is Status.LOST_NODE
-                if (
-                    candidate is candidates.reference
-                    and record.status is not Status.LOST_NODE
-                    or lost_nodes > 2
-                ):
+                is_lost = record.status is Status.LOST_NODE
+                lost_nodes += is_lost
+                if lost_nodes > _LOST_NODES or (candidate is candidates.reference and not is_lost):
                     raise RunFailed(f"the confirmation failed: {said}", f"see {record.run_dir}")
                 break
 

@@ -1,0 +1,140 @@
+"""Which configuration a launch takes, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zerotune.config.check import batch_plan
+from zerotune.config.errors import UsageError
+from zerotune.config.knobs import REGISTRY, Knobs
+from zerotune.config.load import load_job
+from zerotune.config.schema import JobConfig
+from zerotune.records import Fingerprint
+from zerotune.schedule import resolve_knobs
+from zerotune.store.query import best_for
+from zerotune.store.store import Store
+
+BEST = "best"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A configuration to launch.
+
+    Attributes:
+        job: Every knob a number.
+        origin: Where the knobs come from and why, one line.
+        caveats: What speaks against them, one line each.
+    """
+
+    job: JobConfig
+    origin: str
+    caveats: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Knobs from somewhere, not fitted to these ranks yet."""
+
+    knobs: Knobs
+    micro_batch: int | None
+    origin: str
+    caveats: tuple[str, ...] = ()
+
+
+def choose(
+    option: str,
+    job: JobConfig,
+    sets: Sequence[str],
+    store: Store | None,
+    workload: Fingerprint,
+    cluster: Fingerprint,
+    block: int,
+) -> Chosen:
+    """Choose the configuration of a launch.
+
+    Args:
+        option: ``best``, ``default``, a run id or a file.
+        job: model.yaml, ``sets`` merged into it.
+        sets: The ``--set`` options; knobs among them win over whatever is chosen.
+        store: Where results are, if there are any yet.
+        workload: What will be trained.
+        cluster: Where.
+        block: Elements of the largest block, which ``auto`` stands for.
+
+    Raises:
+        UsageError: There is no such run or file, or the batch does not divide.
+    """
+    source = _source(option, job, store, workload, cluster)
+    source = _with_sets(source, job, sets)
+    ranks = int(cluster.facts["nodes"]) * int(cluster.facts["ranks_per_node"])
+    micro, caveats = _fitting_micro_batch(source, job, ranks)
+    return Chosen(
+        job.model_copy(
+            update={
+                "zero": resolve_knobs(source.knobs, block),
+                "train": job.train.model_copy(update={"micro_batch_size": micro}),
+            }
+        ),
+        source.origin,
+        source.caveats + caveats,
+    )
+
+
+def _source(
+    option: str, job: JobConfig, store: Store | None, workload: Fingerprint, cluster: Fingerprint
+) -> _Source:
+    own = _Source(job.zero, job.train.micro_batch_size, "the knobs of the file, defaults where it is silent")
+    if option == DEFAULT:
+        return own
+    if option == BEST:
+        best = best_for(store, workload, cluster, job.search.memory_budget) if store else None
+        if best is None:
+            return replace(own, origin=f"{own.origin}; nothing of this workload was searched yet")
+        knobs = _of(best.run.config, f"run {best.run.run_id}, {best.reason}")
+        return replace(knobs, caveats=(best.caveat,) if best.caveat else ())
+    if Path(option).suffix in (".yaml", ".yml") or Path(option).is_file():
+        return _of(load_job(option).job, f"the file {option}")
+    if store is None:
+        raise UsageError(f"no run {option!r}: there are no results yet", "run zerotune search")
+    run = store.get_run(option)
+    caveats = []
+    if run.workload.key != workload.key:
+        caveats.append(f"run {run.run_id} trained another workload")
+    if run.cluster.key != cluster.key:
+        differing = ", ".join(run.cluster.difference(cluster))
+        caveats.append(f"run {run.run_id} ran on another cluster ({differing})")
+    return replace(_of(run.config, f"run {run.run_id}, as asked for"), caveats=tuple(caveats))
+
+
+def _of(config: JobConfig, origin: str) -> _Source:
+    return _Source(config.zero, config.train.micro_batch_size, origin)
+
+
+def _with_sets(source: _Source, job: JobConfig, sets: Sequence[str]) -> _Source:
+    """Knobs that were set on the command line are taken from the job, which has them."""
+    paths = {each.partition("=")[0].strip() for each in sets}
+    names = [name for name, info in REGISTRY.items() if info.path in paths]
+    if not names:
+        return source
+    zero = {name: getattr(job.zero, name) for name in names if REGISTRY[name].section == "zero"}
+    micro = job.train.micro_batch_size if "micro_batch_size" in names else source.micro_batch
+    origin = f"{source.origin}; with {', '.join(names)} from --set"
+    return replace(source, knobs=source.knobs.model_copy(update=zero), micro_batch=micro, origin=origin)
+
+
+def _fitting_micro_batch(source: _Source, job: JobConfig, ranks: int) -> tuple[int, tuple[str, ...]]:
+    """The micro-batch, or the nearest smaller one that divides if it comes from another number of ranks."""
+    whole, wanted = job.train.global_batch_size, source.micro_batch
+    if wanted is None or wanted == job.train.micro_batch_size:
+        return batch_plan(whole, ranks, wanted).micro_batch_size, ()
+    per_rank = batch_plan(whole, ranks, None).micro_batch_size
+    fitting = max(size for size in range(1, min(wanted, per_rank) + 1) if per_rank % size == 0)
+    if fitting == wanted:
+        return wanted, ()
+    return fitting, (
+        f"micro_batch_size {fitting} instead of {wanted}, which does not divide over {ranks} ranks",
+    )

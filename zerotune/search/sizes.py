@@ -1,0 +1,22 @@
+"""Sizes of a job's model, which spaces and ``auto`` refer to."""
+
+from __future__ import annotations
+
+from zerotune.config.schema import JobConfig
+from zerotune.config.space import ModelSizes
+from zerotune.models.units import largest_block
+from zerotune.train.describe import describe
+
+
+def model_sizes(job: JobConfig) -> ModelSizes:
+    """Measure the model without giving it memory.
+
+    Raises:
+        UsageError: The configuration or the user's code does not make a module.
+    """
+    facts = describe(job)
+    return ModelSizes(
+        block=largest_block(facts.module),
+        model=facts.parameters,
+        largest_parameter=max((p.numel() for p in facts.module.parameters()), default=0),
+    )
