@@ -269,18 +269,15 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------------------------------------- closing
 
-    def _kill_ranks(self, timeout_s: float = 6.0) -> None:
+    def _kill_ranks(self, *, for_good: bool = False, timeout_s: float = 6.0) -> None:
         """End every rank process and wait until they are gone. Supervisors that are gone took theirs with them."""
         import ray
 
         if not ray.is_initialized():
             return
+        calls = [(supervisor.end if for_good else supervisor.kill) for supervisor in self._supervisors]
         with contextlib.suppress(Exception):
-            ray.wait(
-                [s.kill.remote() for s in self._supervisors],
-                num_returns=len(self._supervisors),
-                timeout=timeout_s,
-            )
+            ray.wait([call.remote() for call in calls], num_returns=len(calls), timeout=timeout_s)
 
     def _release(self) -> None:
         import ray
@@ -302,7 +299,7 @@ class WorkerGroup:
         self.healthy = False
         try:
             if self._supervisors:
-                self._kill_ranks()
+                self._kill_ranks(for_good=True)
         finally:
             self._release()
 

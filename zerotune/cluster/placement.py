@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +59,7 @@ def default_threads(ranks_on_host: int, cores: int) -> int:
 
 def group_name() -> str:
     """The placement group's name, which says who holds it to whoever waits."""
-    return f"zerotune {os.getpid()}@{socket.gethostname()}"
+    return f"zerotune {os.getpid()}@{socket.gethostname()} {secrets.token_hex(2)}"
 
 
 def create_placement_group(shape: WorldShape) -> Any:

@@ -1,20 +1,23 @@
-"""The process of one rank. Its supervisor starts it, talks to it through a pipe, and sees how it ends.
+"""The process of one rank: its supervisor talks to it through a pipe, and learns how it ends.
 
-It is a process of its own, not a Ray worker: its parent sees its exit code and its signal, can tell that it is
-stopped, and can kill it and wait until it is gone. Ray itself is not imported here, so that neither its threads nor
+It is a process of its own, not a Ray worker: so its exit code and its signal are known, it can be seen to be stopped,
+and it can be killed and waited for. Ray itself is not imported here, so that neither its threads nor
 its memory are part of what is measured, and user code runs in the main thread.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
+import socket
+import struct
 import sys
 import threading
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from zerotune.cluster.faults import fault_of
 from zerotune.cluster.logs import rank_log_path, route_output
@@ -32,6 +35,10 @@ from zerotune.cluster.messages import (
 from zerotune.train.context import Progress
 
 REPORT_INTERVAL_S = 0.15
+
+# What the template tells its supervisor: that it is ready, then for each fork the process number and how it ended.
+IMPORTED = b"R"
+NUMBER = struct.Struct("<q")
 
 
 @dataclass
@@ -185,7 +192,7 @@ def _choose_interface(ip: str) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End this process when its supervisor ends, even if it is stopped or stuck."""
+    """End this process when its parent ends, even if it is stopped or stuck."""
     if sys.platform.startswith("linux"):
         import ctypes
 
@@ -196,17 +203,46 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    """The template: imports what every rank needs once, then forks a rank whenever it is asked to.
+
+    A fork takes milliseconds where a new interpreter with torch takes seconds of every core, so a rank that did not
+    end clean is replaced at little cost. Nothing here starts a thread or touches a device before the fork.
+    """
+    control, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     _die_with(parent)
-    os.set_inheritable(descriptor, False)
+    control.set_inheritable(False)
     # Ray blocks SIGINT in everything it starts; user code should find signals as in any program. A terminal's
-    # Ctrl-C does not arrive here: the process is in a session of its own.
+    # Ctrl-C does not arrive here: ranks are in sessions of their own.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    import torch
+    import torch.distributed  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    control.sendall(IMPORTED)
+    me = os.getpid()
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not request:
+            return
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _serve_as_rank(descriptors[0], me)
+        os.close(descriptors[0])
+        control.sendall(NUMBER.pack(pid))
+        _, status = os.waitpid(pid, 0)
+        control.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+
+
+def _serve_as_rank(descriptor: int, template: int) -> NoReturn:
+    """Be a rank until the supervisor hangs up."""
+    os.setsid()
+    _die_with(template)
     RankProcess(Connection(descriptor)).serve()
-    # Threads of user code or of gloo must not hold the process back.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(0)  # Threads of user code or of gloo must not hold the process back.
 
 
 if __name__ == "__main__":

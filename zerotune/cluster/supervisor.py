@@ -36,27 +36,22 @@ from zerotune.cluster.messages import (
     SupervisorFacts,
 )
 from zerotune.cluster.paths import python_path
+from zerotune.cluster.rank_process import IMPORTED, NUMBER
 from zerotune.records import Status
 
 Answer = TypeVar("Answer")
 
 
-class RankHandle:
-    """One rank process as its parent sees it."""
+class Template:
+    """The process that forks ranks: see :func:`zerotune.cluster.rank_process.main`."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
-        self._news = threading.Condition()
-        self._answers: list[object] = []
-        self._death: RankFault | None = None
-        self._state = RankState("running")
-        self._log_path: str | None = None
-        self._stderr = tempfile.TemporaryFile()
-        self._kills_before = _kernel_oom_kills()
-        self._mine, self._theirs = Pipe()
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - read when a process ends early
+        self._mine, self._theirs = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
         self._spawned = threading.Event()
-        threading.Thread(target=self._own, name="rank owner", daemon=True).start()
+        threading.Thread(target=self._own, name="template owner", daemon=True).start()
         self._spawned.wait()
 
     def _own(self) -> None:
@@ -73,16 +68,90 @@ class RankHandle:
                 env=self._environment,
                 pass_fds=[self._theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self._stderr,
-                stderr=self._stderr,
+                stdout=self._printed,
+                stderr=self._printed,
                 start_new_session=True,
             )
         finally:
             self._theirs.close()
             self._spawned.set()
+        self._process.wait()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def wait_imported(self, timeout_s: float) -> bool:
+        """Whether it has imported torch and can fork; to be called once."""
+        self._mine.settimeout(timeout_s)
+        try:
+            return self._mine.recv(1) == IMPORTED
+        except OSError:
+            return False
+        finally:
+            self._mine.settimeout(None)
+
+    def fork(self, descriptor: int) -> int | None:
+        """Fork a rank that owns a copy of ``descriptor``: its process number, or ``None`` if the template is gone."""
+        try:
+            socket.send_fds(self._mine, [b"F"], [descriptor])
+        except OSError:
+            return None
+        return self._number()
+
+    def wait_exit(self) -> int:
+        """Wait until the forked rank ends: its exit code, negative for a signal; the template's own if that died."""
+        code = self._number()
+        if code is None:
+            assert self._process is not None
+            return self._process.wait()
+        return code
+
+    def _number(self) -> int | None:
+        data = b""
+        while len(data) < NUMBER.size:
+            try:
+                more = self._mine.recv(NUMBER.size - len(data))
+            except OSError:
+                return None
+            if not more:
+                return None
+            data += more
+        return int(NUMBER.unpack(data)[0])
+
+    def printed(self) -> str:
+        """What it, and ranks without a log file yet, have printed."""
+        self._printed.seek(0)
+        return self._printed.read().decode(errors="replace").strip()
+
+    def end(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            self._process.wait()
+        self._mine.close()
+
+
+class RankHandle:
+    """One rank process as its supervisor sees it."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self._news = threading.Condition()
+        self._answers: list[object] = []
+        self._death: RankFault | None = None
+        self._state = RankState("running")
+        self._log_path: str | None = None
+        self._kills_before = _kernel_oom_kills()
+        self._mine, theirs = Pipe()
+        self._pid = template.fork(theirs.fileno())
+        theirs.close()
+        threading.Thread(target=self._await_end, name="rank end", daemon=True).start()
+
+    def _await_end(self) -> None:
         reader = threading.Thread(target=self._read, name="rank reader", daemon=True)
         reader.start()
-        code = self._process.wait()
+        code = self._template.wait_exit()
         # What it sent before it ended is still in the pipe.
         reader.join(timeout=0.5)
         self._kill_session()
@@ -148,29 +217,26 @@ class RankHandle:
         """Before its first run a process has no log file: what it printed then goes into the fault."""
         if self._log_path is not None:
             return death
-        self._stderr.seek(0)
-        printed = self._stderr.read().decode(errors="replace").strip()
-        return replace(death, traceback=printed or None, phase=death.phase or "setup")
+        return replace(death, traceback=self._template.printed() or None, phase=death.phase or "setup")
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+    def pid(self) -> int | None:
+        return self._pid
 
     def log_to(self, path: str) -> None:
         self._log_path = path
 
     def state(self) -> RankState:
         state = self._state
-        if state.process == "running" and _is_stopped(self.pid):
+        if state.process == "running" and self._pid is not None and _is_stopped(self._pid):
             return replace(state, process="stopped")
         return state
 
     def dump_stacks(self) -> bool:
         """Make the rank append the stacks of its threads to its log; a stopped process cannot."""
-        if self._log_path is None or self.state().process != "running":
+        if self._log_path is None or self._pid is None or self.state().process != "running":
             return False
-        os.kill(self.pid, signal.SIGUSR1)
+        os.kill(self._pid, signal.SIGUSR1)
         return True
 
     def kill(self) -> None:
@@ -182,8 +248,12 @@ class RankHandle:
         self._mine.close()
 
     def _kill_session(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self._pid is None:
+            return
+        # A rank is the leader of its session; in its first moments it is not yet.
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self._pid, signal.SIGKILL)
 
 
 class RankSupervisor:
@@ -193,6 +263,7 @@ class RankSupervisor:
         # Out of the terminal's process group: its Ctrl-C is the driver's business.
         with contextlib.suppress(PermissionError):
             os.setsid()
+        self._template: Template | None = None
         self._rank: RankHandle | None = None
 
     def describe(self) -> SupervisorFacts:
@@ -210,11 +281,27 @@ class RankSupervisor:
         )
 
     def spawn(self, variables: dict[str, str], paths: list[str], timeout_s: float) -> int | RankFault:
-        """Replace the rank process by a new one; the old one is gone before the new one starts."""
+        """Replace the rank process by a new one; the old one is gone before the new one starts.
+
+        ``variables`` and ``paths`` count when the first is started.
+        """
         self.kill()
-        environment = {**os.environ, **variables}
-        environment["PYTHONPATH"] = python_path(environment.get("PYTHONPATH", ""), paths)
-        self._rank = RankHandle(environment)
+        if self._template is None or not self._template.is_alive:
+            environment = {**os.environ, **variables}
+            environment["PYTHONPATH"] = python_path(environment.get("PYTHONPATH", ""), paths)
+            self._template = Template(environment)
+            if not self._template.wait_imported(timeout_s):
+                printed = self._template.printed()
+                self._template.end()
+                last = printed.splitlines()[-1] if printed else f"nothing was heard of it for {timeout_s:g} s"
+                return RankFault(
+                    Status.FAILED,
+                    f"could not be started: {last}",
+                    time.time(),
+                    phase="setup",
+                    traceback=printed,
+                )
+        self._rank = RankHandle(self._template)
         ready = self._rank.ask(None, Ready, timeout_s)
         return ready.pid if isinstance(ready, Ready) else ready
 
@@ -239,9 +326,17 @@ class RankSupervisor:
         return self._rank.dump_stacks() if self._rank else False
 
     def kill(self) -> None:
+        """End the rank process, if there is one, and wait until it is gone."""
         if self._rank is not None:
             self._rank.kill()
             self._rank = None
+
+    def end(self) -> None:
+        """End everything that was started here."""
+        self.kill()
+        if self._template is not None:
+            self._template.end()
+            self._template = None
 
     def _handle(self) -> RankHandle:
         assert self._rank is not None, "spawn comes first"
@@ -256,7 +351,7 @@ def remote_supervisor() -> Any:
     cls = RankSupervisor
     for name in ("spawn", "listen", "join", "run", "describe"):
         setattr(cls, name, ray.method(concurrency_group="serve")(getattr(cls, name)))
-    for name in ("state", "dump_stacks", "kill"):
+    for name in ("state", "dump_stacks", "kill", "end"):
         setattr(cls, name, ray.method(concurrency_group="watch")(getattr(cls, name)))
     return ray.remote(concurrency_groups=groups, max_restarts=0, max_task_retries=0)(cls)
 
