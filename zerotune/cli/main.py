@@ -1,4 +1,4 @@
-"""The command line: registers one function per command, and turns whatever ends a command into an exit code."""
+"""The command line: one function per command, and whatever ends a command turned into an exit code."""
 
 from __future__ import annotations
 
@@ -9,34 +9,30 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import zerotune
-from zerotune.cli.compare import compare
 from zerotune.cli.console import error
-from zerotune.cli.export import export
-from zerotune.cli.init import init
 from zerotune.cli.interrupts import interruptible
-from zerotune.cli.knobs import knobs
-from zerotune.cli.results import results
-from zerotune.cli.show import show
-from zerotune.cli.spaces import spaces
 from zerotune.config.errors import ConfigErrors, ExitCode, ZerotuneError
 
-try:  # TEMPORARY until both files are there
-    from zerotune.cli.launch import launch
-    from zerotune.cli.search import search
-except ImportError:
-
-    def launch() -> None:
-        """Not there yet."""
-
-    def search() -> None:
-        """Not there yet."""
+COMMANDS = {
+    "init": "Write a short, commented model.yaml.",
+    "search": "Measure configurations on the cluster and rank them.",
+    "launch": "Train with the best configuration known.",
+    "results": "Show the ranked runs, any time later.",
+    "show": "Show one run in full.",
+    "compare": "Compare two runs, and say whether they differ by more than noise.",
+    "export": "Write the configuration of a run, ready for use elsewhere.",
+    "knobs": "Explain what can be tuned.",
+    "spaces": "List the search spaces, or what is in one.",
+}
+"""Commands in the order of the help, each with its line there. ``zerotune.cli.NAME`` has the function ``NAME``."""
 
 
 class _Ended(Exception):
@@ -48,6 +44,16 @@ class _Ended(Exception):
 
 
 class _Group(TyperGroup):
+    """Imports a command's module only when that command is run: the help of all of them loads none."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        self.commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load_command(str(name)), rest
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -55,6 +61,14 @@ class _Group(TyperGroup):
             raise _Ended(getattr(interrupt, "exit_code", ExitCode.INTERRUPTED)) from None
         except BrokenPipeError:
             raise _Ended(ExitCode.RUN_FAILED) from None
+
+
+def load_command(name: str) -> Any:
+    """Import a command and read its options from its function's annotations."""
+    function = getattr(import_module(f"zerotune.cli.{name}"), name)
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(function)
+    return typer.main.get_command(alone)
 
 
 def _print_version(wanted: bool) -> None:
@@ -80,8 +94,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (init, search, launch, results, show, compare, export, knobs, spaces):
-    app.command()(_command)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

@@ -50,6 +50,10 @@ def explain(errors: list[ErrorDetails], source: Source, root: type[Section]) -> 
             if path not in meant:
                 problems.append(source.problem(path, _missing(path, field), at_key=True))
             continue
+        if error["type"] == "invalid_key":
+            key_path = (*path, error["input"])
+            problems.append(source.problem(key_path, "a key must be a word; quote it", at_key=True))
+            continue
         if error["type"] == "missing":
             path = path[:-1]  # a list that is too short
         message = _sentence(error, path, field) if field else _not_a_mapping(error["input"], root)
@@ -62,7 +66,9 @@ def explain(errors: list[ErrorDetails], source: Source, root: type[Section]) -> 
 def check_alternatives(source: Source, root: type[Section], found: list[Problem]) -> list[Problem]:
     """Problems with sections that take exactly one of several, which pydantic does not reach past other errors."""
     problems = []
-    known = {problem.path for problem in found}
+    known = {problem.path for problem in found} | {
+        problem.path.partition(".")[0] for problem in source.problems
+    }
     for name, field in root.model_fields.items():
         section = section_class(field.annotation)
         data = source.data.get(name) if isinstance(source.data, dict) else None
@@ -163,8 +169,6 @@ def _sentence(error: ErrorDetails, path: KeyPath, field: FieldInfo) -> str:
         return f"{show(value)} is not available yet; {instead}"
     if kind == "value_error":
         return str(context.get("error", error["msg"]))
-    if kind == "invalid_key":
-        return "a key must be a word; quote it"
     if kind == "string_pattern_mismatch" and path[-1:] == ("factory",):
         return f"{show(value)} is not a factory; write module:function or path/to/file.py:function"
     if value is None:

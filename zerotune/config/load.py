@@ -92,14 +92,22 @@ def validate(source: Source, root: type[S]) -> S:
         value = root.model_validate(source.data if source.data is not None else {})
     except ValidationError as error:
         found = explain(error.errors(include_url=False), source, root)
-        problems += found + check_alternatives(source, root, found)
+        problems = found + check_alternatives(source, root, found)
     else:
         if not problems:
             return value
-    told = {(problem.place, problem.path) for problem in source.problems}
-    problems = source.problems + [p for p in problems if (p.place, p.path) not in told]
+    problems = source.problems + [problem for problem in problems if not _follows(problem, source.problems)]
     raise_problems(problems)
     raise AssertionError("unreachable: there are problems")
+
+
+def _follows(problem: Problem, causes: list[Problem]) -> bool:
+    """Whether a problem only comes of a value that could not be read."""
+    return any(
+        (problem.place, problem.path) == (cause.place, cause.path)
+        or cause.path.startswith(f"{problem.path}.")
+        for cause in causes
+    )
 
 
 def _fill_empty(
