@@ -166,3 +166,19 @@ def test_a_closed_pipe_is_quiet() -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("zerotune s", ["search", "show", "spaces"]), ("zerotune knobs --j", ["--json"])]
+)
+def test_completion(typed: str, offered: list[str]) -> None:
+    words = {"_ZEROTUNE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-m", "zerotune"],
+        env={**os.environ, **words},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == offered

@@ -167,3 +167,13 @@ class TestErrors:
             read_space(text, "s.yaml", "s")
         assert len(caught.value.lines) == 1, caught.value.lines
         assert caught.value.lines[0].startswith(f"s.yaml:{line}"), caught.value.lines
+
+
+def test_the_spaces_of_an_installed_package_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "search_spaces").mkdir()
+    (tmp_path / "search_spaces" / "only.yaml").write_text("knobs: {overlap_comm: [true, false]}")
+    monkeypatch.setattr("zerotune.config.space.files", lambda package: tmp_path)
+    assert list_spaces() == ["only"]
+    assert load_space("only").points() == 2
