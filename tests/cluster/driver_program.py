@@ -18,7 +18,10 @@ from zerotune.cluster.join import PlacementRequest, join
 
 def main() -> int:
     try:
-        with join(PlacementRequest(procs_per_node=2)) as cluster, WorkerGroup.start(cluster) as group:
+        with (
+            join(PlacementRequest(procs_per_node=2, address="local")) as cluster,
+            WorkerGroup.start(cluster) as group,
+        ):
 
             def tell(rank: int, progress: object) -> None:
                 if not told:

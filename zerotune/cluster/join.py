@@ -147,7 +147,7 @@ def join(request: PlacementRequest, on_wait: Callable[[str], None] | None = None
                     "start one with `ray start --head`, or leave out --address",
                 )
             if found is not None:
-                cluster = _connect(found, discovered=address in (None, "auto"))
+                cluster = _connect(found)
             else:
                 cluster = _start_local(request, 1)
     try:
@@ -196,7 +196,7 @@ def _start_local(request: PlacementRequest, nodes: int) -> Cluster:
     return cluster
 
 
-def _connect(address: str, *, discovered: bool) -> Cluster:
+def _connect(address: str) -> Cluster:
     """Join the Ray at an address that was checked before, and not wait for ever even so."""
     _probe(address)
     import ray
@@ -205,12 +205,7 @@ def _connect(address: str, *, discovered: bool) -> Cluster:
 
     def init() -> None:
         try:
-            # For a Ray that was found on this machine, Ray itself picks up the user's token.
-            ray.init(
-                address="auto" if discovered else address,
-                log_to_driver=False,
-                configure_logging=False,
-            )
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
         except BaseException as error:
             failure.append(error)
 
@@ -236,17 +231,35 @@ def _describe_joined(cluster: Cluster) -> Cluster:
 
 
 def _discover() -> str | None:
-    """Address of a Ray that runs on this machine and was announced by `ray start`, if it answers."""
-    from ray._private.services import canonicalize_bootstrap_address
+    """Address of the Ray that `ray start` announced on this machine, if something listens there.
 
-    with contextlib.suppress(Exception):
-        address = canonicalize_bootstrap_address("auto")
-        if address is None:
-            return None
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
-            return str(address)
+    Ray's own ``auto`` also looks for any Ray among the machine's processes, and so finds the private one of another
+    search or test, which ends with that.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    address = find_bootstrap_address(None)
+    if address is None:
+        return None
+    host, _, port = str(address).rpartition(":")
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0),
+    ):
+        _use_own_token()
+        return str(address)
     return None
+
+
+def _use_own_token() -> None:
+    """Show the user's token to a Ray that was found on this machine, as Ray does; never to an address that was given."""
+    import ray._raylet as raylet
+
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    if raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):  # type: ignore[attr-defined]
+        os.environ["RAY_AUTH_MODE"] = "token"
+        raylet.Config.initialize("")  # type: ignore[attr-defined]
 
 
 def _probe(address: str) -> None:
@@ -291,7 +304,7 @@ def _probe(address: str) -> None:
     if "Unauthenticated" in output or "AuthenticationError" in output:
         raise ResourceError(
             f"the Ray cluster at {address} wants a token that this process does not have",
-            "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH",
+            "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH; or --address local for a Ray of your own",
         )
     raise ResourceError(
         f"what listens at {address} does not answer like a Ray cluster", "check --address and $RAY_ADDRESS"

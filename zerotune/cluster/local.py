@@ -90,8 +90,8 @@ class LocalRay:
             min_worker_port=0,
             max_worker_port=0,
             node_manager_port=0,
-            include_log_monitor=False,
         )
+        parameters.include_log_monitor = False  # type: ignore[assignment]  # Its annotation is wrong.
         parameters.dashboard_agent_listen_port = None
         node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=True)
         self._extra_nodes.append(node)
@@ -130,9 +130,9 @@ def _require_token() -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     if "ray" in sys.modules:
-        from ray._raylet import Config
+        import ray._raylet as raylet
 
-        Config.initialize("")  # Ray reads its settings when it is imported.
+        raylet.Config.initialize("")  # type: ignore[attr-defined]  # Ray reads its settings when it is imported.
 
 
 def _reaper_environment() -> dict[str, str]:

@@ -133,7 +133,9 @@ class RankProcess:
         os.environ.update(
             RANK=str(message.rank), LOCAL_RANK=str(message.local_rank), WORLD_SIZE=str(message.world_size)
         )
-        options = {"device_id": torch.device(message.device)} if message.backend == "nccl" else {}
+        options: dict[str, Any] = (
+            {"device_id": torch.device(message.device)} if message.backend == "nccl" else {}
+        )
         dist.init_process_group(
             message.backend, store=store, rank=message.rank, world_size=message.world_size, **options
         )

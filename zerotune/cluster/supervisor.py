@@ -353,7 +353,8 @@ def remote_supervisor() -> Any:
         setattr(cls, name, ray.method(concurrency_group="serve")(getattr(cls, name)))
     for name in ("state", "dump_stacks", "kill", "end"):
         setattr(cls, name, ray.method(concurrency_group="watch")(getattr(cls, name)))
-    return ray.remote(concurrency_groups=groups, max_restarts=0, max_task_retries=0)(cls)
+    options: dict[str, Any] = {"concurrency_groups": groups, "max_restarts": 0, "max_task_retries": 0}
+    return ray.remote(**options)(cls)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -19,6 +19,7 @@ POLL_S = 0.2
 GRACE_S = 0.3
 COLLATERAL_GRACE_S = 8.0
 ANSWER_S = 2.0
+NODE_ANSWER_S = 4.0
 
 
 class RunWatch:
@@ -182,21 +183,38 @@ class RunWatch:
                 message="was killed by Ray because the node ran out of memory",
                 remedy="fewer ranks per node, a smaller model or micro-batch",
             )
-        if not self._node_is_alive(self._places[rank].node_id):
-            return replace(fault, status=Status.LOST_NODE, message="was lost: its node left the cluster")
+        lost = replace(fault, status=Status.LOST_NODE, message="was lost: its node does not answer any more")
+        try:
+            ray.get(self._supervisors[rank].state.remote(), timeout=NODE_ANSWER_S)
+        except ray.exceptions.ActorUnavailableError:
+            return lost if self._still_unavailable(rank) else fault
+        except ray.exceptions.ActorDiedError as death:
+            return lost if "node has died" in str(death) or not self._node_is_alive(rank) else fault
+        except ray.exceptions.RayError:
+            return lost
         return fault
 
-    def _node_is_alive(self, node_id: str) -> bool:
+    def _still_unavailable(self, rank: int) -> bool:
+        """Whether Ray goes on not to reach a supervisor. One that died alone is soon declared dead by its node."""
         import ray
 
-        deadline = time.monotonic() + 2.0
-        while True:
-            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-            if node_id not in alive:
-                return False
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(0.2)
+        deadline = time.monotonic() + NODE_ANSWER_S
+        while time.monotonic() < deadline:
+            time.sleep(0.3)
+            try:
+                ray.get(self._supervisors[rank].state.remote(), timeout=1.0)
+            except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+                continue
+            except ray.exceptions.RayError:
+                return not self._node_is_alive(rank)
+            return False
+        return True
+
+    def _node_is_alive(self, rank: int) -> bool:
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return self._places[rank].node_id in alive
 
     # -------------------------------------------------------------------------------------------------- time limits
 
