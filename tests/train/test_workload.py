@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from tests.train.contexts import TINY_GPT, make_job
@@ -75,3 +78,8 @@ def test_source_of_factories_and_files(tmp_path, monkeypatch):
 def test_missing_files_are_named():
     with pytest.raises(UsageError, match=r"model.hf.folder: cannot read absent/config.json"):
         workload_fingerprint(make_job({"hf": {"folder": "absent"}}))
+
+
+def test_needs_no_torch():
+    code = "import sys, zerotune.train.workload, zerotune.train.measure; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

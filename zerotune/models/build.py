@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from zerotune.config.schema import ModelConfig
-from zerotune.models.factory import build_factory_model
+from zerotune.config.errors import UsageError
+from zerotune.config.schema import FactoryConfig, ModelConfig
+from zerotune.models.factory import call_factory
 from zerotune.models.gpt import Gpt
 from zerotune.models.hf import build_hf_model, hf_vocab_size
 from zerotune.models.llama import Llama
@@ -38,7 +39,17 @@ def build_model(model: ModelConfig, seed: int) -> nn.Module:
         if model.hf is not None:
             return build_hf_model(model.hf)
         assert model.factory is not None, "the schema gives exactly one kind of model"
-        return build_factory_model(model.factory)
+        return _from_factory(model.factory)
+
+
+def _from_factory(config: FactoryConfig) -> nn.Module:
+    model = call_factory(config)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model factory {config.factory} returned {type(model).__name__}, not a torch.nn.Module",
+            "return the module itself",
+        )
+    return model
 
 
 def vocab_size(model: ModelConfig) -> int | None:

@@ -19,28 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import nn
-
 from zerotune.config.errors import RunFailed, UsageError, ZerotuneError
 from zerotune.config.schema import FactoryConfig
 
 log = logging.getLogger(__name__)
-
-
-def build_factory_model(config: FactoryConfig) -> nn.Module:
-    """Call the user's function and check that it made a module.
-
-    Raises:
-        UsageError: The function is not there, raised, or returned something that is not an ``nn.Module``.
-    """
-    model = call_factory(config)
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model factory {config.factory} returned {type(model).__name__}, not a torch.nn.Module",
-            "return the module itself",
-        )
-    return model
 
 
 def call_factory(config: FactoryConfig) -> Any:
@@ -142,6 +124,8 @@ def describe_users_error(what: str, error: Exception) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or Python could not allocate: CUDA's error class, or the CPU allocator's message."""
+    import torch  # here, so that a source can be hashed without it
+
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )

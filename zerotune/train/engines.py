@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import nn
 
+from zerotune.checkpoints import Checkpointable
 from zerotune.config.knobs import Knobs
 from zerotune.config.schema import JobConfig
 from zerotune.engine.group import RankGroup
@@ -13,8 +14,8 @@ from zerotune.engine.protocol import Engine
 from zerotune.train.optim import optimizer_factory
 
 
-class TunedEngine(Engine, Protocol):
-    """An engine that says how it was tuned."""
+class TunedEngine(Engine, Checkpointable, Protocol):
+    """What the loop needs of an engine: it trains, it can be saved, and it says how it was tuned."""
 
     @property
     def knobs(self) -> Knobs:

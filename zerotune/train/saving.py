@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zerotune import checkpoints
 from zerotune.config.errors import UsageError
 from zerotune.config.schema import JobConfig
-from zerotune.engine.protocol import Engine
+from zerotune.train.engines import TunedEngine
 
 FOLDER = "checkpoints"
 """Folder of a run's checkpoints within its own folder."""
@@ -18,23 +19,17 @@ def is_due(job: JobConfig, done: int) -> bool:
     return every is not None and (done % every == 0 or done == job.train.steps)
 
 
-def save(engine: Engine, run_dir: str, done: int) -> str:
-    """Save the state after ``done`` steps and return the folder of checkpoints; collective."""
-    from zerotune import checkpoints
-
-    folder = str(Path(run_dir) / FOLDER)
-    checkpoints.save(engine, folder, done, {})
-    return folder
+def save(engine: TunedEngine, run_dir: str, done: int) -> str:
+    """Save the state after ``done`` steps and return the path of the checkpoint; collective."""
+    return str(checkpoints.save(engine, Path(run_dir) / FOLDER, done))
 
 
-def resume(engine: Engine, folder: str, job: JobConfig) -> int:
+def resume(engine: TunedEngine, folder: str, job: JobConfig) -> int:
     """Load the last checkpoint and return the number of steps it had taken; collective.
 
     Raises:
         UsageError: There is no step left to take.
     """
-    from zerotune import checkpoints
-
     done, _ = checkpoints.load(engine, folder)
     if done >= job.train.steps:
         raise UsageError(

@@ -11,12 +11,13 @@ import torch
 def seed_step(seed: int, rank: int, step: int) -> None:
     """Seed a step.
 
-    Torch's generators, which draw dropout masks, differ between ranks. Python's ``random`` is the same on all of them:
-    it is the one to take for what the ranks must decide alike, such as which layers a step drops. Both are functions of
-    the step, so that a resumed run draws what an unbroken one would have drawn.
+    Torch's generators, which draw dropout masks, differ between ranks. Python's ``random`` and numpy's are the same on
+    all of them: they are the ones to take for what the ranks must decide alike, such as which layers a step drops. All
+    are functions of the step, so that a resumed run draws what an unbroken one would have drawn.
     """
     torch.manual_seed(mixed(seed, step, rank))
     random.seed(mixed(seed, step))
+    np.random.seed(mixed(seed, step) % 2**32)
 
 
 def mixed(*numbers: int) -> int:
