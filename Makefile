@@ -1,0 +1,38 @@
+# Everything runs in .venv, which `make setup` makes; the other targets depend on it.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test lint unit lock clean
+
+setup: $(READY)
+
+$(READY): requirements/dev.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $(READY)
+
+# The main job: search the demo's space on two ranks of this machine, then show what was found.
+demo: $(READY)
+	$(BIN)/zerotune search examples/demo.yaml
+	$(BIN)/zerotune results --top 5
+
+test: lint unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(READY)
+	$(BIN)/python -m pytest
+
+# Resolve the newest versions that pyproject.toml allows are kept as they are installed now.
+lock: $(READY)
+	$(BIN)/python scripts/lock.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis results/runs
