@@ -94,7 +94,9 @@ class FakeWorkers:
                 job=spec.job,
                 measurement=measurement,
                 ledger=make_ledger(rank) if spec.record_ledger else None,
-                losses=[3.0, 2.0],
+                losses=[
+                    3.0 - 0.1 * step for step in range(spec.job.train.steps if spec.mode == "train" else 2)
+                ],
             )
             for rank in range(self.ranks)
         ]

@@ -131,12 +131,12 @@ class LiveSearch:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
         self._finished: list[TrialFinished] = []
         self._started: SearchStarted | None = None
         self._running: TrialStarted | None = None
         self._progress: TrialProgress | None = None
         self._confirming: ConfirmationProgress | None = None
+        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
 
     def __enter__(self) -> Self:
         self._live.start()

@@ -16,7 +16,7 @@ from zerotune.records import Failure, Fingerprint, RunKind, RunRecord, Status
 from zerotune.records.run import now
 from zerotune.runs.folders import run_folder, write_resolved
 from zerotune.runs.owner import this_owner
-from zerotune.runs.resume import checkpoints_of
+from zerotune.runs.resume import saved_by
 from zerotune.runs.versions import versions
 from zerotune.runs.workers import OnProgress, Workers
 from zerotune.store.ids import new_run_id
@@ -200,12 +200,12 @@ def _with_reports(record: RunRecord, reports: list[RankReport]) -> RunRecord:
 
 
 def _with_failure(record: RunRecord, failure: Failure, steps_done: int) -> RunRecord:
-    folder = checkpoints_of(record.run_dir)
+    saved = saved_by(record.run_dir)
     return record.model_copy(
         update={
             "status": failure.status,
             "failure": failure,
-            "checkpoint": str(folder) if folder else None,
+            "checkpoint": str(saved[1]) if saved else None,
             "steps_done": steps_done,
         }
     )

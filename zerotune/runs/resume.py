@@ -28,26 +28,33 @@ class Resumed:
     step: int
 
 
-def checkpoints_of(run_dir: str | None) -> Path | None:
-    """Folder of a run's checkpoints, if it has a complete one; it may have ended before it could say so."""
-    if run_dir is None:
+def saved_by(run_dir: str | None) -> tuple[int, Path] | None:
+    """Step and path of the last complete checkpoint of a run, which may have ended before it could say so."""
+    if run_dir is None or not (folder := Path(run_dir) / FOLDER).is_dir():
         return None
-    folder = Path(run_dir) / FOLDER
-    return folder if folder.is_dir() and complete_checkpoints(folder) else None
+    return max(complete_checkpoints(folder), default=None)
 
 
 def latest_checkpoint(store: Store, workload: Fingerprint, job: JobConfig) -> Resumed:
     """The checkpoint of the youngest launch of this workload that has one.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is none, or it has taken all the steps that are wanted.
     """
     for run in reversed(store.runs(workload_key=workload.key, kind=RunKind.LAUNCH)):
-        folder = checkpoints_of(run.run_dir)
-        if folder is not None:
-            return Resumed(run, folder, max(step for step, _ in complete_checkpoints(folder)))
+        if (saved := saved_by(run.run_dir)) is not None:
+            return _going_on(Resumed(run, saved[1].parent, saved[0]), job)
     if job.train.save_every is None:
         remedy = "set train.save_every in model.yaml, so that a launch saves some"
     else:
         remedy = "launch without --resume"
     raise UsageError("there is no checkpoint of this workload to resume from", remedy)
+
+
+def _going_on(resumed: Resumed, job: JobConfig) -> Resumed:
+    if resumed.step >= job.train.steps:
+        raise UsageError(
+            f"run {resumed.run.run_id} has already taken {resumed.step} of train.steps {job.train.steps}",
+            "ask for more with --steps",
+        )
+    return resumed

@@ -42,7 +42,7 @@ def why_no_winner(trials: Sequence[RunRecord], baseline: JobConfig) -> ZerotuneE
             f"nothing meets the memory budget of {_bytes(budget)} ({_reasons(trials)}); the closest is trial"
             f" {closest.trial_number} ({knobs or 'the defaults'}) with {_bytes(_peak(closest))},"
             f" {_bytes(_peak(closest) - budget)} too much",
-            f"raise --memory-budget to {_bytes(_peak(closest))}, or give it more ranks",
+            f"raise --memory-budget to {-(-_peak(closest) // 2**20)}MiB, or give it more ranks",
         )
     first = next((row for row in trials if not row.status.is_oom), trials[0])
     if first.status.is_oom:
