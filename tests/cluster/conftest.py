@@ -16,11 +16,20 @@ def _no_outer_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[object]:
-    """One local Ray per module, shared by its tests."""
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[object]:
+    """One local Ray of two nodes for all tests: starting one takes seconds of every core."""
     from zerotune.cluster.join import PlacementRequest, join
 
     os.environ.pop("RAY_ADDRESS", None)
-    with join(PlacementRequest(procs_per_node=2, address="local")) as joined:
+    with join(PlacementRequest(local_nodes=2, nodes=2, procs_per_node=2)) as ours:
+        yield ours
+
+
+@pytest.fixture(scope="module")
+def cluster(two_nodes: object) -> Iterator[object]:
+    """Room for two ranks on one node of it."""
+    from zerotune.cluster.join import PlacementRequest, join
+
+    with join(PlacementRequest(nodes=1, procs_per_node=2)) as joined:
         yield joined

@@ -98,35 +98,36 @@ def test_importing_the_room_is_light() -> None:
 @pytest.mark.ray
 @pytest.mark.timeout(60)
 class TestOnOneRay:
-    def test_it_says_which(self, cluster: Cluster) -> None:
-        assert cluster.description == f"started a local Ray: 1 node, {local_slots()} slots"
-        assert cluster.world_size == 2 and cluster.is_ours
+    def test_it_says_which(self, two_nodes: Cluster, cluster: Cluster) -> None:
+        assert two_nodes.description == f"started a local Ray: 2 nodes, {local_slots()} slots each"
+        assert two_nodes.is_ours
+        cpus = 2 * local_slots()
+        assert (
+            cluster.description
+            == f"joined the Ray cluster at {two_nodes.address}: 2 nodes, {cpus} CPUs, 0 GPUs"
+        )
+        assert cluster.world_size == 2 and not cluster.is_ours
 
-    def test_a_second_job_is_told_who_holds_the_place(self, cluster: Cluster) -> None:
+    def test_who_holds_the_place_and_room_that_comes_late(self, cluster: Cluster) -> None:
         slots = local_slots()
         lines: list[str] = []
-        with WorkerGroup.start(cluster), pytest.raises(ResourceError) as caught:
-            # This process is connected already, so this joins the same Ray.
-            join(PlacementRequest(procs_per_node=slots, wait_s=1.0), on_wait=lines.append)
+        holder = WorkerGroup.start(cluster)
+        with pytest.raises(ResourceError) as caught:
+            join(PlacementRequest(nodes=2, procs_per_node=slots, wait_s=1.0), on_wait=lines.append)
         text = str(caught.value)
-        assert f"needed: 1 node with {slots} CPUs ({slots} ranks)" in text
-        assert f"present: 1 node, {slots} CPUs, 0 GPUs" in text
-        assert f"free: {slots - 2} CPUs, 0 GPUs" in text
+        assert f"needed: 2 nodes with {slots} CPUs each ({2 * slots} ranks)" in text
+        assert f"present: 2 nodes, {2 * slots} CPUs, 0 GPUs" in text
+        assert f"free: {2 * slots - 2} CPUs, 0 GPUs" in text
         assert f"held by zerotune {os.getpid()}@" in text
         assert lines and "waiting up to 1 s" in lines[0]
 
-    def test_room_that_comes_late_is_taken(self, cluster: Cluster) -> None:
-        slots = local_slots()
-        holder = WorkerGroup.start(cluster)
-        timer = threading.Timer(1.5, holder.close)
+        timer = threading.Timer(1.0, holder.close)
         timer.start()
-        second = join(PlacementRequest(procs_per_node=slots, wait_s=20.0))
+        second = join(PlacementRequest(nodes=2, procs_per_node=slots, wait_s=20.0))
         timer.join()
-        assert second.world_size == slots and not second.is_ours
+        assert second.world_size == 2 * slots
         second.close()
-        assert cluster.supply().startswith("needed"), (
-            "closing a joined Ray leaves the connection that it found"
-        )
+        assert cluster.supply().startswith("needed"), "closing it leaves the connection that it found"
 
     def test_infeasible_ends_after_the_wait(self, cluster: Cluster) -> None:
         began = time.monotonic()

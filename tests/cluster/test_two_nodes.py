@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import cluster_jobs
 import pytest
 
 from zerotune.cluster import GroupFailed, WorkerGroup
-from zerotune.cluster.join import Cluster, PlacementRequest, join
+from zerotune.cluster.join import Cluster
 from zerotune.cluster.local import local_slots
 from zerotune.records import Status
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Cluster]:
-    with join(PlacementRequest(local_nodes=2, nodes=2, procs_per_node=2)) as cluster:
-        yield cluster
 
 
 def test_consecutive_ranks_per_node(two_nodes: Cluster, tmp_path: Path) -> None:
@@ -42,6 +35,7 @@ def test_consecutive_ranks_per_node(two_nodes: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_lost_node_is_named(two_nodes: Cluster, tmp_path: Path) -> None:
+    """The last test on this Ray, which it leaves with one node."""
     two_nodes.shape.procs_per_node = 1
     with WorkerGroup.start(two_nodes) as group:
         victim = two_nodes._local._extra_nodes[0]  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from zerotune.cluster.paths import driver_paths
 from zerotune.cluster.placement import create_placement_group, default_threads, order_places
 from zerotune.cluster.supervisor import remote_supervisor
 from zerotune.cluster.watch import RunWatch
-from zerotune.config.errors import ResourceError
+from zerotune.config.errors import PreflightError, ResourceError
 from zerotune.train.context import Progress
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ class WorkerGroup:
 
         Raises:
             ResourceError: The cluster did not give the place that it had free a moment ago.
+            PreflightError: A node cannot import zerotune.
             GroupFailed: A process did not start, or the ranks could not reach each other.
         """
         group = cls(cluster, threads_per_rank, dict(run_env or {}))
@@ -119,7 +120,19 @@ class WorkerGroup:
             for node in range(shape.nodes)
             for _ in range(shape.procs_per_node)
         ]
-        facts = ray.get([s.describe.remote() for s in self._supervisors], timeout=SPAWN_TIMEOUT_S)
+        try:
+            facts = ray.get([s.describe.remote() for s in self._supervisors], timeout=SPAWN_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError:
+            raise ResourceError(
+                f"Ray did not start its workers within {SPAWN_TIMEOUT_S:g} s",
+                "look into Ray's own logs on the nodes",
+            ) from None
+        except ray.exceptions.RayError as error:
+            said = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise PreflightError(
+                f"a node cannot run zerotune: {said[-1] if said else type(error).__name__}",
+                "install the same Python, Ray, torch and zerotune on every node",
+            ) from error
         self.places = order_places(facts, self._cluster.driver_node)
         self._supervisors = [self._supervisors[place.slot] for place in self.places]
         on_host = Counter(place.ip for place in self.places)

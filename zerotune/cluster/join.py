@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from zerotune.cluster.local import LocalRay, local_slots
 from zerotune.cluster.messages import WorldShape
+from zerotune.cluster.paths import job_config
 from zerotune.cluster.supply import (
     DEFAULT_PROCS_WITHOUT_GPUS,
     Demand,
@@ -205,7 +206,7 @@ def _connect(address: str) -> Cluster:
 
     def init() -> None:
         try:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
+            ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=job_config())
         except BaseException as error:
             failure.append(error)
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zerotune.cluster.paths import driver_paths, python_path
+from zerotune.cluster.paths import driver_paths, job_config, python_path
 from zerotune.cluster.reaper import MARK
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class LocalRay:
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
+                job_config=job_config(),
             )
             head: Any = ray._private.worker._global_node
             self._session = Path(head.get_session_dir_path())

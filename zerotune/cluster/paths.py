@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 
 def driver_paths() -> list[str]:
@@ -17,3 +18,13 @@ def python_path(inherited: str, entries: list[str]) -> str:
     """``PYTHONPATH`` with ``entries`` first and what was there before behind them."""
     before = [entry for entry in inherited.split(os.pathsep) if entry]
     return os.pathsep.join(dict.fromkeys([*entries, *before]))
+
+
+def job_config() -> Any:
+    """Ray's settings for this driver: its workers find the modules where the driver does."""
+    from ray.job_config import JobConfig
+
+    config = JobConfig()
+    # Ray itself sends on the script's folder and the current one.
+    config._py_driver_sys_path.extend(driver_paths())
+    return config
