@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from zerotune.cluster.faults import GroupFailed
 from zerotune.cluster.messages import Limits
+from zerotune.config.errors import RunFailed
+from zerotune.records import Failure, Status
 from zerotune.train.context import Progress
 from zerotune.train.spec import RankReport, RunSpec
 
@@ -61,10 +64,30 @@ class RayWorkers:
         return self._ready().run(run, spec, run_dir=spec.run_dir, limits=limits, on_progress=on_rank)
 
     def _ready(self) -> WorkerGroup:
+        """A group whose ranks are up; a start that goes wrong is tried once more.
+
+        Raises:
+            GroupFailed: They do not come up; the status is ``not_launched``, for nothing was run.
+        """
+        for last_try in (False, True):
+            try:
+                return self._start()
+            except RunFailed as error:
+                self.close()
+                failure = getattr(error, "failure", None)
+                if last_try and isinstance(failure, Failure):
+                    raise GroupFailed(failure.model_copy(update={"status": Status.NOT_LAUNCHED})) from error
+                if last_try:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _start(self) -> WorkerGroup:
         from zerotune.cluster import WorkerGroup
 
         if self._group is None:
             self._group = WorkerGroup.start(self._cluster, threads_per_rank=self._threads_per_rank)
+        elif not self._group.healthy:
+            self._group.restart()
         return self._group
 
     def close(self) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
 from zerotune.records import RunRecord
+from zerotune.search.confirm import STEADY_STEPS, WARMUP_STEPS
 
-# Trial, plus what starting one costs, over the same for a short measurement of the confirmation: fewer steps, no
-# profiled step, no ledger. Only used until the first confirmation runs were timed.
-_CONFIRMATION_SHARE = 0.6
+# What a short measurement costs beside its steps and its set-up: writing rows, handing the task to the ranks.
+_HANDLING_S = 0.3
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Budget:
     clock: Callable[[], float] = time.monotonic
     _began: float = field(init=False)
     _trial_seconds: list[float] = field(default_factory=list, init=False)
+    _expected_seconds: list[float] = field(default_factory=list, init=False)
     _confirmation_seconds: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -43,23 +44,29 @@ class Budget:
         """Over all sessions."""
         return self.spent_s + self.clock() - self._began
 
-    def add_trial(self, seconds: float) -> None:
-        self._trial_seconds.append(seconds)
-
-    def add_confirmation(self, seconds: float) -> None:
-        self._confirmation_seconds.append(seconds)
-
-    def learn_from(self, records: list[RunRecord]) -> None:
-        """Take the durations of trials that earlier sessions finished."""
+    def add_trials(self, records: Iterable[RunRecord]) -> None:
+        """Learn from the durations of finished trials, of this session or of earlier ones."""
         for record in records:
             if record.ended is not None:
-                self.add_trial((record.ended - record.created).total_seconds())
+                self._trial_seconds.append((record.ended - record.created).total_seconds())
+            if (measured := record.measurement) is not None:
+                steps = (WARMUP_STEPS + STEADY_STEPS) * measured.step_time_s.value
+                self._expected_seconds.append(measured.startup_s + steps + _HANDLING_S)
+
+    def add_confirmation(self, record: RunRecord) -> None:
+        """Learn from the duration of a short measurement."""
+        if record.ended is not None:
+            self._confirmation_seconds.append((record.ended - record.created).total_seconds())
 
     @property
     def _confirmation_s(self) -> float:
-        if self._confirmation_seconds:
-            return median(self._confirmation_seconds)
-        return _CONFIRMATION_SHARE * median(self._trial_seconds) if self._trial_seconds else 0.0
+        known = self._confirmation_seconds or self._expected_seconds
+        return median(known) if known else 0.0
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether more time is spent than there was."""
+        return self.time_s is not None and self.wall_seconds > self.time_s
 
     def time_is_up(self) -> bool:
         """Whether another trial and the confirmation do not fit into the time any more."""
@@ -77,4 +84,5 @@ class Budget:
         return left if self.time_s is None else min(left, max(0.0, self.time_s - self.wall_seconds))
 
     def confirmation_eta_seconds(self, left: int) -> float | None:
-        return left * self._confirmation_s if self._trial_seconds or self._confirmation_seconds else None
+        """Time for so many more short measurements."""
+        return left * self._confirmation_s or None

@@ -15,6 +15,11 @@ from zerotune.search.feasibility import is_feasible
 from zerotune.train.measure import paired_ratio
 
 CONTENDERS = 3
+"""How many of the best are measured again, beside what they are compared with."""
+
+LEAST_ROUNDS = 3
+"""Rounds that are taken even when the time is spent."""
+
 WARMUP_STEPS = 2
 STEADY_STEPS = 5
 

@@ -135,12 +135,23 @@ class SearchPlan:
                 continue
             wanted = _knob(job, dimension.name)
             for value in self._candidates(dimension, wanted):
-                if _knob(self.configure({**choices, dimension.name: value}), dimension.name) == wanted:
+                if self._becomes(job, {dimension.name: value}, dimension.name) == wanted:
                     choices[dimension.name] = value
                     break
             else:
                 return None
         return choices if canonical_key(self.configure(choices)) == canonical_key(job) else None
+
+    def _becomes(self, job: JobConfig, choice: Choices, name: str) -> Any:
+        """What a knob of ``job`` becomes by one choice; ``None`` where that cannot stand beside its other knobs."""
+        if name == _MICRO:
+            return self.configure(choice).train.micro_batch_size
+        # Whether the knob has a meaning is for the caller to know: conditions are met by the job itself.
+        met = {parent: getattr(job.zero, parent) for parent in self.space[name].when}
+        try:
+            return getattr(self.space.to_knobs({**met, **choice}, self.sizes, job.zero), name)
+        except UsageError:
+            return None
 
     def _candidates(self, dimension: Dimension, wanted: Any) -> Iterator[Any]:
         if dimension.values is not None:

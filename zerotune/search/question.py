@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import zerotune
 from zerotune.config.errors import UsageError
 from zerotune.config.schema import JobConfig
 from zerotune.records import Fingerprint, StudyRecord
+from zerotune.runs.versions import versions
+
+# Figures that two versions of these measured are not figures of one thing.
+_VERSIONS = ("zerotune", "torch")
 
 
 def question(
@@ -25,7 +28,7 @@ def question(
         workload: What is trained.
         cluster: Where.
     """
-    search = job.search
+    search, known = job.search, versions()
     return Fingerprint.of(
         {
             "space": dict(space),
@@ -42,7 +45,7 @@ def question(
                 "min_steps": search.min_steps,
                 "max_steps": search.max_steps,
             },
-            "zerotune": zerotune.__version__,
+            "versions": {name: known.get(name, "unknown") for name in _VERSIONS},
         }
     )
 

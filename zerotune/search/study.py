@@ -129,7 +129,7 @@ class Search:
             confirmations=plan.search.confirm_rounds * (confirm.CONTENDERS + 1),
             spent_s=known.wall_seconds,
         )
-        self._budget.learn_from(self._finished)
+        self._budget.add_trials(self._finished)
         self._update_study(trials_wanted=plan.search.trials)
         self.emit(
             SearchStarted(
@@ -229,6 +229,7 @@ class Search:
 
         try:
             record = self.executor.execute(request, self._progress, started).run
+            _check_launched(record)
         except BaseException:
             self._proposer.give_back(proposal)
             raise
@@ -259,8 +260,7 @@ class Search:
         )
 
     def _after(self, record: RunRecord) -> None:
-        if record.ended is not None:
-            self._budget.add_trial((record.ended - record.created).total_seconds())
+        self._budget.add_trials([record])
         self._save_wall_seconds()
         self.emit(
             TrialFinished(
@@ -320,7 +320,7 @@ class Search:
     def _confirm(self, candidates: confirm.Candidates) -> tuple[confirm.Candidates, list[confirm.Round]]:
         """Measure the candidates in turns, going on where an earlier session stopped.
 
-        A candidate that fails now drops out; the reference may not.
+        A candidate that fails now drops out; the reference may not. When the time is spent, a few rounds must do.
         """
         wanted = self.plan.search.confirm_rounds
         lost_nodes = 0
@@ -328,7 +328,8 @@ class Search:
             rows = self.store.runs(study=self.plan.study, kind=RunKind.CONFIRMATION)
             candidates = candidates.without(confirm.failed_numbers(rows))
             rounds = confirm.complete_rounds(rows, candidates.numbers)[:wanted]
-            if len(candidates.order) == 1 or len(rounds) == wanted:
+            enough = confirm.LEAST_ROUNDS if self._budget.is_overdrawn else wanted
+            if len(candidates.order) == 1 or len(rounds) >= enough:
                 return candidates, rounds
             for turn, candidate in enumerate(candidates.order):
                 self._announce(candidates, len(rounds), turn)
@@ -381,6 +382,18 @@ class Search:
                 limits=self._limits(),
             )
         ).run
-        if record.ended is not None:
-            self._budget.add_confirmation((record.ended - record.created).total_seconds())
+        _check_launched(record)
+        self._budget.add_confirmation(record)
+        self._save_wall_seconds()
         return record
+
+
+def _check_launched(record: RunRecord) -> None:
+    """Ranks that cannot even be started say nothing about a configuration, and end the search.
+
+    Raises:
+        RunFailed: The run never began.
+    """
+    if record.status in (Status.NOT_LAUNCHED, Status.INTERRUPTED):
+        said = record.failure.message if record.failure else record.status.value
+        raise RunFailed(f"the ranks could not be started: {said}", f"see {record.run_dir}")

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import random
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.builders import make_cluster, make_workload
+from tests.search.conftest import SIZES, make_job, plan_of
+from zerotune.config.errors import UsageError
+from zerotune.config.space import list_spaces, load_space
+from zerotune.search.configuration import acting_knobs, canonical_key, changes
+from zerotune.search.dimensions import draw, enumerate_all, to_parameters
+from zerotune.search.plan import SearchPlan, make_plan
+
+RANGES = """
+knobs:
+  release: [after_use, reuse, keep]
+  max_reuse_distance: {relative_to: model, low: 0.1, high: 1, when: {release: reuse}}
+  prefetch_distance: {relative_to: block, low: 0, high: 4}
+  reduce_bucket_size: {low: 1000, high: 8000000, log: true}
+  micro_batch_size: [1, 2, 4]
+"""
+
+
+def named(name: str) -> SearchPlan:
+    return make_plan(make_job(), load_space(name), SIZES, 2, make_workload(), make_cluster())
+
+
+PLANS = {name: named(name) for name in list_spaces()} | {"ranges": plan_of(make_job(), RANGES)}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@given(seed=st.integers(0, 2**32))
+def test_every_point_is_a_configuration_that_can_run_and_be_found_again(name: str, seed: int) -> None:
+    plan = PLANS[name]
+    choices = draw(random.Random(seed), plan.space.dimensions)
+    job = plan.configure(choices)
+    assert job.zero.is_resolved
+    assert job.train.micro_batch_size is not None
+    assert job.train.global_batch_size % (job.train.micro_batch_size * plan.ranks) == 0
+    found = plan.choices_of(job)
+    assert found is not None
+    assert canonical_key(plan.configure(found)) == canonical_key(job)
+
+
+@pytest.mark.parametrize("name", ["default", "quick"])
+def test_the_defaults_are_a_point_of_the_usual_spaces(name: str) -> None:
+    """So that the sampler learns from the baseline, too."""
+    plan = PLANS[name]
+    assert plan.choices_of(plan.baseline) is not None
+
+
+@pytest.mark.parametrize("name", list_spaces())
+def test_spaces_that_ship_can_be_listed_and_hold_enough(name: str) -> None:
+    points = enumerate_all(PLANS[name].space.dimensions)
+    assert points is not None
+    assert len({canonical_key(PLANS[name].configure(choices)) for choices in islice(points, 300)}) >= 12
+
+
+def test_a_space_with_a_range_cannot_be_listed() -> None:
+    assert enumerate_all(PLANS["ranges"].space.dimensions) is None
+
+
+def test_conditional_knobs_are_left_out_where_they_mean_nothing() -> None:
+    points = enumerate_all(load_space("default").dimensions)
+    assert points is not None
+    for choices in islice(points, 500):
+        assert ("max_reuse_distance" in choices) == (choices["release"] == "reuse")
+
+
+def test_numbers_in_order_are_told_by_their_place() -> None:
+    dimensions = load_space("default").dimensions
+    parameters = to_parameters({"prefetch_distance": 4, "release": "keep", "overlap_comm": False}, dimensions)
+    assert parameters == {"prefetch_distance": 3, "release": "keep", "overlap_comm": False}
+
+
+def test_micro_batches_that_do_not_divide_are_left_out_and_named() -> None:
+    plan = plan_of(make_job(global_batch=12), "knobs:\n  micro_batch_size: [1, 2, 4, 5, 6]\n")
+    assert plan.space["micro_batch_size"].values == (1, 2, 6)
+    assert "4, 5 left out" in plan.notes[0]
+    with pytest.raises(UsageError, match="use one of 1, 2, 3, 6"):
+        plan_of(make_job(global_batch=12), "knobs:\n  micro_batch_size: [4, 5]\n")
+
+
+def test_a_batch_that_does_not_divide_over_the_ranks_is_refused() -> None:
+    with pytest.raises(UsageError, match="does not divide over 3 ranks"):
+        plan_of(make_job(global_batch=8), ranks=3)
+
+
+def test_knobs_that_do_nothing_do_not_tell_configurations_apart() -> None:
+    plan = PLANS["ranges"]
+    keep = plan.configure({"release": "keep", "prefetch_distance": 1.0})
+    assert "max_reuse_distance" not in acting_knobs(keep)
+    plain = plan.resolve(keep.zero.model_copy(update={"stage": 0}), 4)
+    other = plan.resolve(keep.zero.model_copy(update={"stage": 0, "prefetch_distance": 5}), 4)
+    assert canonical_key(plain) == canonical_key(other)
+    assert changes(keep, plan.baseline) == {"release": "keep"}
+
+
+def test_the_baseline_is_the_defaults_with_the_files_micro_batch() -> None:
+    plan = plan_of(make_job(micro=2, zero={"release": "keep"}))
+    assert plan.baseline.zero.release == "after_use" and plan.baseline.train.micro_batch_size == 2
+    assert plan.from_file is not None and plan.from_file.zero.release == "keep"
+    assert plan_of(make_job(zero={"prefetch_distance": 1_000_000})).from_file is None
