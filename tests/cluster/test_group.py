@@ -147,6 +147,19 @@ def test_the_whole_run_is_limited(group: WorkerGroup, tmp_path: Path) -> None:
     assert caught.value.failure.status is Status.TIMEOUT
 
 
+def test_replacing_the_ranks_again_and_again(group: WorkerGroup, tmp_path: Path) -> None:
+    """Twenty groups back to back: no port is taken, no answer is lost, no process number comes back."""
+    pids: set[int] = set()
+    for _ in range(20):
+        group.restart()
+        pids.update(group.pids)
+    assert len(pids) == 40
+    assert [result["sum"] for result in group.run(cluster_jobs.facts, None, run_dir=str(tmp_path))] == [
+        2.0,
+        2.0,
+    ]
+
+
 def test_cancel_from_another_thread(group: WorkerGroup, tmp_path: Path) -> None:
     if not group.healthy:
         group.restart()

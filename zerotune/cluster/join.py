@@ -137,7 +137,7 @@ def join(request: PlacementRequest, on_wait: Callable[[str], None] | None = None
     address = request.address or os.environ.get("RAY_ADDRESS") or None
     with _kept_signal_handlers():
         if _is_initialized():
-            cluster = _describe_joined(Cluster(None, connected_here=False))
+            cluster = _stay_connected(address)
         elif request.local_nodes is not None or address == "local":
             cluster = _start_local(request, request.local_nodes or 1)
         else:
@@ -162,8 +162,12 @@ def join(request: PlacementRequest, on_wait: Callable[[str], None] | None = None
 # --------------------------------------------------------------------------------------------------- the three ways
 
 
-def _start_local(request: PlacementRequest, nodes: int) -> Cluster:
-    slots = local_slots()
+def check_local(request: PlacementRequest, nodes: int, slots: int) -> None:
+    """Refuse what a Ray of ``nodes`` nodes with ``slots`` CPU slots each cannot give, before it is started.
+
+    Raises:
+        ResourceError: With what is needed, present and free.
+    """
     procs = request.procs_per_node
     if request.nodes is not None and request.nodes > nodes:
         raise ResourceError(
@@ -176,6 +180,11 @@ def _start_local(request: PlacementRequest, nodes: int) -> Cluster:
             "(a Ray that is started here offers as many slots as there are cores, at least 4)",
             f"at most --procs-per-node {slots}, or more nodes",
         )
+
+
+def _start_local(request: PlacementRequest, nodes: int) -> Cluster:
+    slots = local_slots()
+    check_local(request, nodes, slots)
     ray_of_ours = LocalRay()
     try:
         ray_of_ours.start(nodes, slots)
@@ -194,6 +203,18 @@ def _start_local(request: PlacementRequest, nodes: int) -> Cluster:
     with_gpus = f", {gpus:g} GPU{'' if gpus == 1 else 's'}" if gpus else ""
     each = "" if nodes == 1 else " each"
     cluster.description = f"started a local Ray: {nodes} node{plural}, {slots} slots{each}{with_gpus}"
+    return cluster
+
+
+def _stay_connected(address: str | None) -> Cluster:
+    """Use the Ray that this process is connected to already; it can be connected to one only."""
+    cluster = Cluster(None, connected_here=False)
+    if address not in (None, "auto", "local", cluster.address):
+        _probe(str(address))
+        raise ResourceError(
+            f"this process is connected to the Ray cluster at {cluster.address}, not to the one at {address}",
+            "leave that first: ray.shutdown()",
+        )
     return cluster
 
 
@@ -223,12 +244,7 @@ def _connect(address: str) -> Cluster:
             f"the Ray cluster at {address} could not be joined: {_first_line(failure[0])}",
             "run this on a machine that is a node of the cluster, with the same versions of Python and Ray",
         ) from failure[0]
-    return _describe_joined(Cluster(None, connected_here=True))
-
-
-def _describe_joined(cluster: Cluster) -> Cluster:
-    cluster.description = f"joined the Ray cluster at {cluster.address}: {describe(read_nodes())}"
-    return cluster
+    return Cluster(None, connected_here=True)
 
 
 def _discover() -> str | None:
@@ -328,6 +344,8 @@ def _wait_for_room(cluster: Cluster, request: PlacementRequest, on_wait: Callabl
         cluster.shape = shape = resolve_shape(Demand(request.nodes, request.procs_per_node), nodes)
         present, free = fitting(shape, nodes, free=False), fitting(shape, nodes, free=True)
         if free >= shape.nodes:
+            if not cluster.is_ours:
+                cluster.description = f"joined the Ray cluster at {cluster.address}: {describe(nodes)}"
             return
         now = time.monotonic()
         # Nothing can join a Ray that we started ourselves and told nobody about.
@@ -360,11 +378,11 @@ def _quiet_ray() -> None:
     """Ray's settings that must stand before it is imported, and its logging, which must not reach the terminal."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    for name in ("ray",):
-        ray_logger = logging.getLogger(name)
-        ray_logger.addHandler(logging.NullHandler())
-        ray_logger.propagate = False
     import ray._private.worker as worker
+
+    ray_logger = logging.getLogger("ray")
+    ray_logger.handlers[:] = [logging.NullHandler()]  # Importing Ray gave it one that writes to the terminal.
+    ray_logger.propagate = False
 
     # What raylets want to tell the driver is printed to its standard output, whatever `log_to_driver` says.
     worker.print_to_stdstream = _to_log  # type: ignore[assignment]

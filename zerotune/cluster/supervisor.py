@@ -189,7 +189,6 @@ class RankHandle:
             if isinstance(message, RunTask):
                 self._state = RankState("running")
                 self._kills_before = _kernel_oom_kills()
-            self._answers.clear()
         if message is not None:
             with contextlib.suppress(OSError):  # It is dead; the owner is about to say so.
                 self._mine.send(message)
