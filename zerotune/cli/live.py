@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, Self
 
-import humanize
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
@@ -25,6 +24,7 @@ from zerotune.records.events import (
     TrialProgress,
     TrialStarted,
 )
+from zerotune.report.format import duration, memory
 
 _ROWS = 12
 """Finished trials that the live table shows, the latest ones."""
@@ -40,20 +40,6 @@ class SearchView(AbstractContextManager["SearchView"], Protocol):
 def search_view(console: Console) -> SearchView:
     """A live table on a terminal, plain lines elsewhere."""
     return LiveSearch(console) if console.is_terminal else PlainSearch()
-
-
-def seconds(value: float | None) -> str:
-    """``1m 20s``."""
-    if value is None:
-        return "?"
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {rest:02}s" if minutes else f"{rest}s"
-
-
-def size(amount: int | None) -> str:
-    """``512.3 MiB``."""
-    return "?" if amount is None else humanize.naturalsize(amount, binary=True, format="%.1f")
 
 
 def knobs(changes: dict[str, str]) -> str:
@@ -74,8 +60,8 @@ def outcome(run: RunRecord) -> str:
 
 def started_line(event: SearchStarted) -> str:
     """What a search is about to do."""
-    budget = f", at most {size(event.memory_budget)} per rank" if event.memory_budget is not None else ""
-    time = f", at most {seconds(event.time_budget)}" if event.time_budget is not None else ""
+    budget = f", at most {memory(event.memory_budget)} per rank" if event.memory_budget is not None else ""
+    time = f", at most {duration(event.time_budget)}" if event.time_budget is not None else ""
     before = f"; {event.finished} of them finished earlier" if event.finished else ""
     return (
         f"study {event.study}: {event.trials} trials of space {event.space} on {event.ranks} ranks,"
@@ -108,7 +94,7 @@ class PlainSearch:
             case ConfirmationProgress() if event.round != self._round:
                 self._round = event.round
                 self._line(
-                    f"confirming in turns: round {event.round} of {event.rounds}, ETA {seconds(event.eta_seconds)}"
+                    f"confirming in turns: round {event.round} of {event.rounds}, ETA {duration(event.eta_seconds)}"
                 )
 
     def _finished(self, event: TrialFinished) -> str:
@@ -116,10 +102,10 @@ class PlainSearch:
         figures = ""
         if run.measurement is not None:
             rate = run.measurement.tokens_per_second.value
-            figures = f"  {rate:,.0f} tok/s  {size(run.measurement.peak_memory_bytes)}"
+            figures = f"  {rate:,.0f} tok/s  {memory(run.measurement.peak_memory_bytes)}"
         return (
             f"[{event.finished}/{event.trials}] {run.run_id} {outcome(run)}{figures}  {knobs(event.changes)}"
-            f"  (ETA {seconds(event.eta_seconds)})"
+            f"  (ETA {duration(event.eta_seconds)})"
         )
 
     def _line(self, text: str) -> None:
@@ -183,7 +169,7 @@ class LiveSearch:
             table.add_row(
                 str(run.trial_number),
                 f"{measured.tokens_per_second.value:,.0f}" if measured else "",
-                size(measured.peak_memory_bytes) if measured else "",
+                memory(measured.peak_memory_bytes) if measured else "",
                 outcome(run),
                 knobs(event.changes),
                 style="bold green" if is_best else "" if outcome(run) == "ok" else "dim",
@@ -199,12 +185,12 @@ class LiveSearch:
             TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[eta]}"),
         )
         if self._confirming is not None:
-            eta = f"ETA {seconds(self._confirming.eta_seconds)}"
+            eta = f"ETA {duration(self._confirming.eta_seconds)}"
             bar.add_task("confirming", completed=self._confirming.done, total=self._confirming.total, eta=eta)
         else:
             last = self._finished[-1] if self._finished else None
             done = last.finished if last else self._started.finished
-            eta = f"ETA {seconds(last.eta_seconds)}" if last else ""
+            eta = f"ETA {duration(last.eta_seconds)}" if last else ""
             bar.add_task("trials", completed=done, total=self._started.trials, eta=eta)
         return bar
 
@@ -213,7 +199,7 @@ class LiveSearch:
         if best is None or best.measurement is None:
             return Text("no feasible trial yet", style="dim")
         rate = best.measurement.tokens_per_second.value
-        text = f"best so far: trial {best.trial_number}, {rate:,.0f} tok/s, {size(best.measurement.peak_memory_bytes)}"
+        text = f"best so far: trial {best.trial_number}, {rate:,.0f} tok/s, {memory(best.measurement.peak_memory_bytes)}"
         baseline = self._finished[-1].baseline
         if baseline is not None and baseline.measurement is not None:
             text += f", {rate / baseline.measurement.tokens_per_second.value:.2f}x the baseline (unconfirmed)"

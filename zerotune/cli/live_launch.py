@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zerotune.cli.live import size
+from zerotune.report.format import memory
 
 if TYPE_CHECKING:
     from zerotune.records import RunRecord
@@ -42,7 +42,7 @@ def figures(progress: RankProgress) -> str:
     if progress.tokens_per_second is not None:
         words.append(f"{progress.tokens_per_second:,.0f} tokens/s")
     if progress.memory_bytes is not None:
-        words.append(size(progress.memory_bytes))
+        words.append(memory(progress.memory_bytes))
     return "  ".join(words)
 
 
