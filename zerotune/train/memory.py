@@ -83,17 +83,18 @@ def memory_use(engine: TunedEngine, device: torch.device, step: Callable[[], obj
     """
     engine.flush()
     at_rest = sum(engine.at_rest().values())
+    resident = resident_peak()
     if device.type == "cuda":
         peak, peak_allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
     elif step is not None:
         peak = peak_allocated = at_rest + allocation_peak(step)
     else:
-        peak = peak_allocated = resident_peak()
+        peak = peak_allocated = resident
     return MemoryUse(
         peak=peak,
         peak_allocated=peak_allocated,
         at_rest=at_rest,
-        resident_peak=resident_peak(),
+        resident_peak=resident,
         peak_live_elements=engine.peak_live_elements,
     )
 
