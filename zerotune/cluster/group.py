@@ -296,6 +296,7 @@ class WorkerGroup:
         import ray
         from ray.util.placement_group import remove_placement_group
 
+        self.places = []
         supervisors, self._supervisors = self._supervisors, []
         placement, self._placement = self._placement, None
         if not ray.is_initialized():
@@ -311,7 +312,8 @@ class WorkerGroup:
         """End the processes and give the place back. Can be called any number of times, also after a fault."""
         self.healthy = False
         try:
-            if self._supervisors:
+            # Before the supervisors have answered once there are no ranks, and they might not answer now either.
+            if self.places:
                 self._kill_ranks(for_good=True)
         finally:
             self._release()

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
+from zerotune.cluster.interrupts import deferred_interrupt
 from zerotune.cluster.local import LocalRay, local_slots
 from zerotune.cluster.messages import WorldShape
 from zerotune.cluster.paths import job_config
@@ -133,9 +134,9 @@ def join(request: PlacementRequest, on_wait: Callable[[str], None] | None = None
         ResourceError: There is no Ray at the address, or no room within ``wait_s``; the message says what is needed,
             present and free.
     """
-    _quiet_ray()
     address = request.address or os.environ.get("RAY_ADDRESS") or None
-    with _kept_signal_handlers():
+    with _kept_sigterm():
+        _quiet_ray()
         if _is_initialized():
             cluster = _stay_connected(address)
         elif request.local_nodes is not None or address == "local":
@@ -232,8 +233,9 @@ def _connect(address: str) -> Cluster:
             failure.append(error)
 
     thread = threading.Thread(target=init, name="ray.init", daemon=True)
-    thread.start()
-    thread.join(INIT_TIMEOUT_S)
+    with deferred_interrupt():
+        thread.start()
+        thread.join(INIT_TIMEOUT_S)
     if thread.is_alive():
         raise ResourceError(
             f"the Ray cluster at {address} answered, but could not be joined within {INIT_TIMEOUT_S:g} s",
@@ -393,15 +395,15 @@ def _to_log(data: dict[str, Any], ignore_prefix: bool = False) -> None:
         logger.debug("ray: %s", line)
 
 
-class _kept_signal_handlers(contextlib.AbstractContextManager[None]):
-    """Ray installs a handler for SIGTERM when it is imported and started; ours, if there is one, stays."""
-
-    def __enter__(self) -> None:
-        self._before = signal.getsignal(signal.SIGTERM)
-
-    def __exit__(self, *_: object) -> None:
-        if callable(self._before) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before)
+@contextlib.contextmanager
+def _kept_sigterm() -> Iterator[None]:
+    """What SIGTERM did before stays: Ray's handlers exit at any point, or abort with a stack in C++."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _is_initialized() -> bool:

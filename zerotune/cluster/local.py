@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zerotune.cluster.interrupts import deferred_interrupt
 from zerotune.cluster.paths import driver_paths, job_config, python_path
 from zerotune.cluster.reaper import MARK
 
@@ -60,16 +61,17 @@ class LocalRay:
             import ray
 
             # More than one node on this machine is for trying: its GPUs would be counted once per node.
-            ray.init(
-                address="local",
-                num_cpus=slots,
-                num_gpus=0 if nodes > 1 else None,
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                job_config=job_config(),
-            )
+            with deferred_interrupt():
+                ray.init(
+                    address="local",
+                    num_cpus=slots,
+                    num_gpus=0 if nodes > 1 else None,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    job_config=job_config(),
+                )
             head: Any = ray._private.worker._global_node
             self._session = Path(head.get_session_dir_path())
             for _ in range(nodes - 1):
