@@ -23,7 +23,7 @@ def test_writes_a_file_that_loads_without_a_warning(
     assert loaded.warnings == []
     job = loaded.job
     assert job.model.gpt is not None and (job.model.gpt.layers, job.model.gpt.d_model) == (4, 256)
-    assert (job.train.global_batch_size, job.train.micro_batch_size, job.cluster.procs_per_node) == (8, 4, 2)
+    assert (job.train.global_batch_size, job.train.micro_batch_size, job.cluster.procs_per_node) == (8, 2, 2)
     assert job.data.text is not None and job.data.text.paths == ["stdlib"]
 
 

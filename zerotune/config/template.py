@@ -19,7 +19,7 @@ data:
 train:
   steps: 100                    # optimizer steps of a launch
   global_batch_size: 8          # samples per optimizer step over all ranks; stays as it is whatever the knobs
-  micro_batch_size: 4           # samples per rank in one forward pass; the rest is accumulated
+  micro_batch_size: 2           # samples per rank in one forward pass; the rest is accumulated
   precision: fp32               # or bf16
   optimizer: {name: adamw, lr: 3e-4}
   seed: 0
