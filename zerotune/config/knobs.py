@@ -55,7 +55,7 @@ class Knobs(Section):
     Sizes are in elements. ``auto`` becomes a number once the model is known (:func:`zerotune.schedule.resolve`).
     """
 
-    stage: Literal[0, 3] = 3
+    stage: Literal[0, 1, 2, 3] = 3
     unit_size: UnitSize = "block"
     allgather_bucket_size: ElementsOrAuto = AUTO
     prefetch_distance: ElementsOrAuto = AUTO

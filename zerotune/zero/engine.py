@@ -401,7 +401,9 @@ class ZeroEngine:
         """Bring every copy of the parameters up to date with the masters."""
         self.shards.refresh_shards()
         if not self._is_replicated:
-            self._gatherer.refresh_persistent()
+            self._gatherer.refresh_persistent(
+                None if self.knobs.stage == 3 else int(self.knobs.allgather_bucket_size)
+            )
 
     def _begin_window(self) -> None:
         self._loss_sum.zero_()

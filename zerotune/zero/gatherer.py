@@ -11,7 +11,7 @@ from zerotune.engine import LedgerKeeper
 from zerotune.records import ByteClass
 from zerotune.zero.comm import Communicator, Work
 from zerotune.zero.pool import BufferPool
-from zerotune.zero.shards import ShardStore
+from zerotune.zero.shards import ShardedParam, ShardStore
 
 
 @dataclass
@@ -92,19 +92,34 @@ class Gatherer:
             self._drop(flight)
         self.release(sorted(self.complete))
 
-    def refresh_persistent(self) -> None:
-        """Bring the persistent parameters up to date on every rank, in one AllGather."""
-        flat = self._shards.persistent_flat
-        if not flat.numel():
-            return
-        params = self._shards.persistent
-        buffer = self._pool.take(self._ranks * flat.numel(), self._dtype)
-        self._ledger.add(ByteClass.FULL, buffer.nbytes)
-        names = list(dict.fromkeys(self._shards.units[p.ref.unit].name for p in params))
-        self._comm.all_gather(buffer, flat, "refresh", names).wait()
-        _copy_out(buffer.view(self._ranks, -1), [p.slice for p in params], [p.rows for p in params])
-        self._ledger.add(ByteClass.FULL, -buffer.nbytes)
-        self._pool.give(buffer)
+    def refresh_persistent(self, bucket_size: int | None) -> None:
+        """Bring the persistent parameters up to date on every rank.
+
+        Args:
+            bucket_size: Elements per AllGather, at most (a larger parameter goes alone); ``None`` for one AllGather.
+        """
+        for params in self._refresh_buckets(bucket_size):
+            width = sum(p.slice for p in params)
+            buffer = self._pool.take(self._ranks * width, self._dtype)
+            self._ledger.add(ByteClass.FULL, buffer.nbytes)
+            shard = torch.cat([p.shard for p in params])
+            names = list(dict.fromkeys(self._shards.units[p.ref.unit].name for p in params))
+            self._comm.all_gather(buffer, shard, "refresh", names).wait()
+            _copy_out(buffer.view(self._ranks, width), [p.slice for p in params], [p.rows for p in params])
+            self._ledger.add(ByteClass.FULL, -buffer.nbytes)
+            self._pool.give(buffer)
+
+    def _refresh_buckets(self, bucket_size: int | None) -> list[list[ShardedParam]]:
+        buckets: list[list[ShardedParam]] = []
+        size = 0
+        for param in self._shards.persistent:
+            if buckets and (bucket_size is None or size + param.numel <= bucket_size):
+                buckets[-1].append(param)
+                size += param.numel
+            else:
+                buckets.append([param])
+                size = param.numel
+        return buckets
 
     # ----------------------------------------------------------------------------------------------- inside
 

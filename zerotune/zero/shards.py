@@ -33,9 +33,11 @@ class ShardedParam:
         numel: Its elements, without padding.
         slice: Elements of one slice, S.
         rows: The full, padded parameter on the parameter's own storage  # [N, S]
-        shard: This rank's slice in the compute dtype, what is sent in gathers  # 1D
-        master: What the optimizer updates: this rank's slice, or all slices at stage 0  # 1D
-        grad: Where reduced gradients are summed, fp32, as long as ``master``  # 1D
+        shard: This rank's slice in the compute dtype, what is sent in gathers; of a persistent parameter, its place
+            in the full one  # 1D
+        master: What the optimizer updates, fp32: this rank's slice, or all slices at stage 0. Where the compute
+            dtype is fp32 it is the shard itself  # 1D
+        grad: Where reduced gradients are summed, as long as ``master``; ``None`` for a frozen parameter  # 1D
         persistent: Whether the full parameter stays.
         has_grad: Whether ``grad`` holds anything since the last step.
     """
@@ -91,18 +93,20 @@ class ShardedUnit:
 
 
 class ShardStore:
-    """All parameters of a model, partitioned.
+    """All parameters of a model, partitioned as the stage says.
 
-    At stage 0 nothing is partitioned: every parameter is persistent and its master holds all slices, laid out alike.
+    Below stage 3 every parameter is persistent. At stages 1 and 2 its master and gradient are this rank's slice; at
+    stage 0 they hold all slices, laid out alike, so that the optimizer sees the same lanes.
 
     Args:
         units: The model's units.
         layout: Their sizes over N ranks.
         rank: This rank.
-        stage: 0 or 3.
+        stage: 0 to 3.
         compute_dtype: Dtype of the full parameters and of gathers.
         device: Device of everything.
         ledger: Counts the bytes.
+        grad_dtype: Dtype in which the shards' gradients are kept.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class ShardStore:
         compute_dtype: torch.dtype,
         device: torch.device,
         ledger: LedgerKeeper,
+        grad_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._layout = layout
         self._rank = rank
@@ -121,43 +126,37 @@ class ShardStore:
         self._dtype = compute_dtype
         self._device = device
         self._ledger = ledger
+        self._grad_dtype = grad_dtype
         self.units: list[ShardedUnit] = []
-        refs = list(layout.refs())
-        persistent_width = sum(layout.slice(r) for r in refs if layout.param(r).persistent)
-        # Slices of persistent parameters lie together, so that one AllGather refreshes them all.
-        self.persistent_flat = self._new_shards(persistent_width if stage == 3 else 0)
-        self.persistent: list[ShardedParam] = []
-        self._masters: list[torch.Tensor] = []
-        persistent_offset = 0
-        persistent_master = self._new_masters(self.persistent_flat)
         for index, unit in enumerate(units):
+            sizes = layout.units[index].params
             width = sum(
-                layout.slice(ParamRef(index, i))
-                for i, p in enumerate(layout.units[index].params)
-                if not p.persistent
+                layout.slice(ParamRef(index, i)) for i, size in enumerate(sizes) if not size.persistent
             )
-            flat = self._new_shards(width)
-            flat_master = self._new_masters(flat)
+            flat = self._zeros(width, compute_dtype, ByteClass.SHARD)
+            # fp32 masters: the shards themselves where they are fp32, copies otherwise, counted as optimizer state.
+            masters = (
+                flat
+                if compute_dtype is torch.float32
+                else self._zeros(width, torch.float32, ByteClass.OPTIMIZER)
+            )
             offset = 0
             params: list[ShardedParam] = []
             for i, (name, param) in enumerate(zip(unit.names, unit.params, strict=True)):
                 ref = ParamRef(index, i)
                 if stage == 0:
-                    sharded = self._replicate(ref, name, param)
-                elif layout.param(ref).persistent:
-                    sharded = self._partition(
-                        ref, name, param, self.persistent_flat, persistent_master, persistent_offset
-                    )
-                    persistent_offset += sharded.slice
+                    params.append(self._replicate(ref, name, param))
+                elif sizes[i].persistent:
+                    params.append(self._persist(ref, name, param))
                 else:
-                    sharded = self._partition(ref, name, param, flat, flat_master, offset)
-                    offset += sharded.slice
-                params.append(sharded)
-                if sharded.persistent:
-                    self.persistent.append(sharded)
+                    place = slice(offset, offset + layout.slice(ref))
+                    params.append(self._partition(ref, name, param, flat[place], masters[place]))
+                    offset = place.stop
             self.units.append(ShardedUnit(layout.units[index].name, params, flat))
         self.params = [p for unit in self.units for p in unit.params]
-        self.flat_grads = self._new_grads()
+        self.persistent = [p for p in self.params if p.persistent]
+        self.flat_grads: list[torch.Tensor] = []
+        self.allocate_grads()
 
     def __getitem__(self, ref: ParamRef) -> ShardedParam:
         return self.units[ref.unit].params[ref.index]
@@ -172,15 +171,28 @@ class ShardStore:
         if self._dtype is torch.float32:
             return  # the masters are the working copies
         with torch.no_grad():
-            for param in self.params:
-                target = param.rows.view(-1) if self._stage == 0 else param.shard
-                target.copy_(param.master)
+            targets = [p.rows.view(-1) if self._stage == 0 else p.shard for p in self.params]
+            torch._foreach_copy_(targets, [p.master.detach() for p in self.params])
 
-    def restore(self) -> None:
-        """Give the module plain parameters again: this rank's full copies must be complete."""
-        for param in self.params:
-            full = param.rows.reshape(-1)[: param.numel].view(param.param.shape)
-            param.param.data = full.clone()
+    def allocate_grads(self) -> None:
+        """One flat gradient buffer per unit for the parameters that require a gradient now, and views per parameter.
+
+        Between two accumulation windows only: what the old buffers hold is lost.
+        """
+        self._ledger.add(ByteClass.GRADIENT, -sum(flat.nbytes for flat in self.flat_grads))
+        self.flat_grads = []
+        for unit in self.units:
+            trainable = [p for p in unit.params if p.param.requires_grad]
+            for param in unit.params:
+                param.grad = None
+                param.has_grad = False
+            flat = self._zeros(sum(p.master.numel() for p in trainable), self._grad_dtype, ByteClass.GRADIENT)
+            for param, piece in zip(
+                trainable, flat.split([p.master.numel() for p in trainable]), strict=True
+            ):
+                param.grad = piece
+            if flat.numel():
+                self.flat_grads.append(flat)
 
     def release_everything(self) -> None:
         """Drop all storage held here and take it off the ledger."""
@@ -190,22 +202,13 @@ class ShardStore:
         self.units.clear()
         self.persistent.clear()
         self.flat_grads.clear()
-        self._masters.clear()
 
     # ------------------------------------------------------------------------------------------------ set-up
 
-    def _new_shards(self, width: int) -> torch.Tensor:
-        flat = torch.zeros(width, dtype=self._dtype, device=self._device)
-        self._ledger.add(ByteClass.SHARD, flat.nbytes)
+    def _zeros(self, width: int, dtype: torch.dtype, byte_class: ByteClass) -> torch.Tensor:
+        flat = torch.zeros(width, dtype=dtype, device=self._device)
+        self._ledger.add(byte_class, flat.nbytes)
         return flat
-
-    def _new_masters(self, flat: torch.Tensor) -> torch.Tensor:
-        """fp32 masters: the shards themselves where they are fp32, copies otherwise (counted as optimizer state)."""
-        if flat.dtype is torch.float32:
-            return flat
-        master = torch.zeros(flat.numel(), dtype=torch.float32, device=self._device)
-        self._ledger.add(ByteClass.OPTIMIZER, master.nbytes)
-        return master
 
     def _take_over(self, param: nn.Parameter, slice_numel: int) -> torch.Tensor:
         """Move a parameter onto a storage of its padded size  # [N, S]"""
@@ -218,32 +221,30 @@ class ShardStore:
         return full.view(self._layout.ranks, slice_numel)
 
     def _partition(
-        self,
-        ref: ParamRef,
-        name: str,
-        param: nn.Parameter,
-        flat: torch.Tensor,
-        flat_master: torch.Tensor,
-        offset: int,
+        self, ref: ParamRef, name: str, param: nn.Parameter, shard: torch.Tensor, master: torch.Tensor
     ) -> ShardedParam:
-        size = self._layout.slice(ref)
-        start, end = slice_bounds(param.numel(), self._layout.ranks, self._rank)
-        shard = flat[offset : offset + size]
-        master = flat_master[offset : offset + size]
-        with torch.no_grad():
-            # The master takes the value before the compute dtype rounds it.
-            master[: end - start].copy_(param.detach().reshape(-1)[start:end])
-        rows = self._take_over(param, size)
+        self._fill_master(param, master)  # before the compute dtype rounds the value
+        rows = self._take_over(param, shard.numel())
         if shard.dtype is not torch.float32:
             shard.copy_(master)
-        persistent = self._layout.param(ref).persistent
         sharded = ShardedParam(
-            ref, name, param, param.numel(), size, rows, shard, _leaf(master), None, persistent
+            ref, name, param, param.numel(), shard.numel(), rows, shard, _leaf(master), None, False
         )
-        if not persistent:
-            sharded.resize(is_full=False)
-            self._ledger.add(ByteClass.FULL, -sharded.full_bytes)
+        sharded.resize(is_full=False)
+        self._ledger.add(ByteClass.FULL, -sharded.full_bytes)
         return sharded
+
+    def _persist(self, ref: ParamRef, name: str, param: nn.Parameter) -> ShardedParam:
+        size = self._layout.slice(ref)
+        numel = param.numel()
+        if self._dtype is torch.float32:
+            rows = self._take_over(param, size)
+            master = rows[self._rank]
+        else:
+            master = self._zeros(size, torch.float32, ByteClass.OPTIMIZER)
+            self._fill_master(param, master)
+            rows = self._take_over(param, size)
+        return ShardedParam(ref, name, param, numel, size, rows, rows[self._rank], _leaf(master), None, True)
 
     def _replicate(self, ref: ParamRef, name: str, param: nn.Parameter) -> ShardedParam:
         size = self._layout.slice(ref)
@@ -252,29 +253,16 @@ class ShardStore:
             rows = self._take_over(param, size)
             master = rows.view(-1)
         else:
-            master = torch.zeros(size * self._layout.ranks, dtype=torch.float32, device=self._device)
-            self._ledger.add(ByteClass.OPTIMIZER, master.nbytes)
+            master = self._zeros(size * self._layout.ranks, torch.float32, ByteClass.OPTIMIZER)
             with torch.no_grad():
                 master[:numel].copy_(param.detach().reshape(-1))
             rows = self._take_over(param, size)
         return ShardedParam(ref, name, param, numel, size, rows, rows[self._rank], _leaf(master), None, True)
 
-    def _new_grads(self) -> list[torch.Tensor]:
-        """One flat gradient buffer per unit, in the order of its parameters, and views of it per parameter."""
-        flats = []
-        for unit in self.units:
-            trainable = [p for p in unit.params if p.param.requires_grad]
-            flat = torch.zeros(
-                sum(p.master.numel() for p in trainable), dtype=torch.float32, device=self._device
-            )
-            self._ledger.add(ByteClass.GRADIENT, flat.nbytes)
-            offset = 0
-            for param in trainable:
-                param.grad = flat[offset : offset + param.master.numel()]
-                offset += param.master.numel()
-            if flat.numel():
-                flats.append(flat)
-        return flats
+    def _fill_master(self, param: nn.Parameter, master: torch.Tensor) -> None:
+        start, end = slice_bounds(param.numel(), self._layout.ranks, self._rank)
+        with torch.no_grad():
+            master[: end - start].copy_(param.detach().reshape(-1)[start:end])
 
 
 def _leaf(master: torch.Tensor) -> nn.Parameter:
