@@ -11,6 +11,7 @@ from zerotune.records import (
     ByteSample,
     CollectiveEntry,
     CollectiveKind,
+    Confirmed,
     Failure,
     Fingerprint,
     Interval,
@@ -148,6 +149,21 @@ def make_failure(status: Status = Status.OOM_DEVICE) -> Failure:
         traceback="Traceback (most recent call last):\n  ...\nRuntimeError: cannot allocate",
         log_path="logs/rank1.log",
         remedy="lower train.micro_batch_size",
+    )
+
+
+def make_confirmed(
+    run_id: str, speedup: float = 1.0, spread: float = 0.04, *, rounds: int = 8, baseline: float = 4000.0
+) -> Confirmed:
+    """What was found in turns: ``spread`` relative half-width, 0 for the reference; ``baseline`` in tokens/s."""
+    rate = make_measurement(baseline * speedup)
+    return Confirmed(
+        run_id=run_id,
+        speedup=Interval(value=speedup, low=speedup / (1 + spread), high=speedup * (1 + spread)),
+        rounds=rounds,
+        is_reference=spread == 0,
+        step_time_s=rate.step_time_s,
+        tokens_per_second=rate.tokens_per_second,
     )
 
 

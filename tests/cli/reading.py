@@ -10,9 +10,9 @@ from typing import Any
 import typer
 from typer.testing import CliRunner
 
-from tests.builders import make_config, make_ledger, make_run, make_study
+from tests.builders import make_config, make_confirmed, make_ledger, make_run, make_study
 from zerotune.config.errors import ZerotuneError
-from zerotune.records import Interval, RunRecord, StudyRecord
+from zerotune.records import RunRecord, StudyRecord
 from zerotune.store.store import Store
 
 
@@ -53,7 +53,12 @@ def fill(path: Path, runs: list[RunRecord], studies: list[StudyRecord] | None = 
 
 def demo_study() -> StudyRecord:
     """The study of :func:`demo_runs`."""
-    return make_study(best="t-22222222", speedup=Interval(value=1.25, low=1.2, high=1.3))
+    faster = make_confirmed("t-22222222", 1.25, baseline=3040.0)
+    return make_study(
+        best=faster.run_id,
+        speedup=faster.speedup,
+        confirmed=[faster, make_confirmed("t-11111111", 1.0, 0.0, baseline=3040.0)],
+    )
 
 
 def demo_runs() -> list[RunRecord]:

@@ -27,8 +27,11 @@ def test_the_table(store):
     assert lines[0].startswith("gpt 4 x 256 on text, global batch 8, fp32, adamw · 1 node x 2 ranks of cpu")
     ranked = [line.split()[1] for line in lines if line.strip()[:1] in ("1", "2") and "t-" in line]
     assert ranked == ["t-22222222", "t-11111111"]
-    assert "5,000 [4,950, 5,050]" in answer.stdout
-    assert "+25.0 % [20.0, 30.0]" in answer.stdout
+    assert "[3,762, 3,838]" in answer.stdout
+    assert "+25.0 % [20.2, 30.0]" in answer.stdout and "in turns" in answer.stdout
+    assert lines[-3].startswith("next: zerotune launch")
+    assert lines[-2].split()[:3] == ["zerotune", "show", "t-22222222"]
+    assert "selection" not in answer.stdout
     assert "not ranked: 1 over the memory budget, 1 oom_device" in answer.stdout
     assert answer.stderr == ""
 
@@ -81,7 +84,7 @@ def test_one_table_for_each_workload_and_cluster_the_youngest_first(tmp_path):
     document = json.loads(run_command(results, "--store", store, "--json").stdout)
     assert [(run["run_id"], run["rank"]) for run in document["runs"]] == [("t-3", 1), ("t-2", 1), ("t-1", 1)]
     text = run_command(results, "--store", store).stdout
-    assert text.count("tokens/s [95 %]") == 3
+    assert text.count("  tokens/s  95 %") == 3
     assert text.index("t-3") < text.index("t-2") < text.index("t-1")
 
 

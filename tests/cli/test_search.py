@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_a_search_prints_the_ranking_the_speedup_and_what_to_do_next(folder: Folder) -> None:
     code, out, err = folder("search")
     assert code == 0
-    assert "of the baseline's speed (95 % interval, 2 rounds in turns)" in out
+    assert "1.111x [1.111, 1.111] of the baseline's speed in 2 rounds in turns (95 % interval)" in out
     assert "wrote best.yaml" in out
     assert "next: zerotune launch\n" in out
     assert "release=keep" in out

@@ -14,6 +14,7 @@ from rich.table import Table
 from tests.builders import (
     MIB,
     make_config,
+    make_confirmed,
     make_ledger,
     make_measurement,
     make_run,
@@ -30,7 +31,17 @@ from zerotune.report.printing import print_whole
 from zerotune.report.ranking import choose, rank_rows
 from zerotune.report.tables import outcomes, ranked_table, table_of_launches, table_of_left_out
 
-STUDY = make_study(best="t-win", speedup=Interval(value=1.25, low=1.2, high=1.3))
+STUDY = make_study(
+    best="t-win",
+    speedup=Interval(value=1.2, low=1.15, high=1.25),
+    confirmed=[
+        make_confirmed("t-win", 1.2, rounds=3, baseline=3000.0).model_copy(
+            update={"speedup": Interval(value=1.2, low=1.15, high=1.25)}
+        ),
+        make_confirmed("t-base", 1.0, 0.0, rounds=3, baseline=3000.0),
+    ],
+)
+"""In turns the machine is slower than it was during the trials."""
 
 
 def sample_runs() -> list[RunRecord]:
@@ -48,6 +59,20 @@ def sample_runs() -> list[RunRecord]:
         make_run("l-one", 4900.0, kind=RunKind.LAUNCH, study=None, checkpoint="/checkpoints/step-13"),
         *[make_run(f"c-{i}", 5000.0, kind=RunKind.CONFIRMATION, number=1) for i in range(3)],
     ]
+
+
+def many_knobs() -> list[RunRecord]:
+    """The same with more text than fits beside the figures."""
+    far = make_config(
+        prefetch_distance=0,
+        release="keep",
+        overlap_comm=False,
+        allgather_bucket_size=1_578_496,
+        param_persistence_threshold=789,
+        reduce_bucket_size=3_156_992,
+    )
+    changed = ("t-win", "t-fat")
+    return [run.model_copy(update={"config": far}) if run.run_id in changed else run for run in sample_runs()]
 
 
 def printed(table: Table, columns: int = 80, terminal: bool = False) -> str:
@@ -69,12 +94,15 @@ class TestRows:
         winner = rank_rows(sample_runs(), [STUDY])[0]
         assert winner.is_winner
         assert winner.confirmations == 3
-        assert winner.speedup == STUDY.speedup
+        assert winner.speedup == STUDY.speedup and winner.is_paired
+        assert winner.tokens_per_second is not None and winner.tokens_per_second.value == 3600
+        assert winner.step_time_s is not None and winner.step_time_s.value == pytest.approx(1024 / 3600)
         assert [change.name for change in winner.changes] == ["prefetch_distance", "release", "overlap_comm"]
 
     def test_the_others_have_unpaired_speedups(self):
         lean = rank_rows(sample_runs(), [STUDY])[1]
-        assert lean.speedup is not None
+        assert lean.speedup is not None and not lean.is_paired
+        assert lean.tokens_per_second is not None and lean.tokens_per_second.value == 4700
         assert lean.speedup.value == pytest.approx(4700 / 4000)
         assert lean.speedup.low < 4700 / 4000 < lean.speedup.high
 
@@ -118,29 +146,47 @@ class TestRows:
 
 
 class TestTables:
-    @pytest.mark.parametrize("terminal", [True, False])
-    def test_every_figure_is_whole_at_80_columns(self, terminal):
-        text = printed(ranked_table(sample_runs(), studies=[STUDY]), terminal=terminal)
-        assert "…" not in text and "..." not in text
-        for figure in (
-            "5,000 [4,950, 5,050]",
-            "204.8",
-            "200.0 MiB",
-            "+25.0 % [20.0, 30.0]",
-            "+17.5 % [15.9, 19.2]",
-            "prefetch_distance=0",
-            "release=keep",
-            "overlap_comm=false",
-            "micro_batch_size=1",
-        ):
-            assert figure in text, figure
+    def test_every_figure_says_how_it_was_measured(self):
+        lines = printed(ranked_table(sample_runs(), studies=[STUDY])).splitlines()
+        cells = {line.split()[1]: line for line in lines if line.strip()[:1] in ("1", "2", "3")}
+        for figure in ("3,600", "[3,564, 3,636]", "284.4", "200.0 MiB", "+20.0 % [15.0, 25.0]", "in turns"):
+            assert figure in cells["t-win"], figure
+        assert "(winner, on the Pareto front)" in " ".join(lines)
+        for figure in ("4,700", "[4,653, 4,747]", "217.9", "+17.5 % [15.9, 19.2]", "once"):
+            assert figure in cells["t-lean"], figure
+        for figure in ("3,000", "baseline", "in turns", "(the baseline)"):
+            assert figure in cells["t-base"], figure
+        assert any(line.startswith("in turns: measured again side by side in 3 rounds") for line in lines)
+        assert any(line.startswith("once: the trial alone") for line in lines)
 
-    def test_piped_a_run_is_one_line(self):
-        text = printed(ranked_table(sample_runs(), studies=[STUDY]))
-        line = next(line for line in text.splitlines() if "t-win" in line)
-        assert (
-            "prefetch_distance=0 release=keep overlap_comm=false (winner, measured again in 3 rounds)" in line
-        )
+    def test_without_a_confirmation_there_is_nothing_to_tell_apart(self):
+        text = printed(ranked_table(sample_runs()))
+        assert "measured" not in text and "in turns" not in text
+
+    @pytest.mark.parametrize("terminal", [True, False])
+    @pytest.mark.parametrize("columns", [60, 80, 100, 120, 140, 160, 200])
+    def test_figures_stay_whole_and_lines_fit(self, columns, terminal, monkeypatch):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        runs = many_knobs()
+        for table in (ranked_table(runs, studies=[STUDY]), table_of_left_out(rank_rows(runs, [STUDY]))):
+            text = printed(table, columns, terminal)
+            assert "…" not in text
+            if columns >= 80:
+                assert max(len(line) for line in text.splitlines()) <= columns
+            if not terminal:
+                assert all(line == line.rstrip() for line in text.split("\n"))
+            for knob in ("prefetch_distance=0", "param_persistence_threshold=789", "overlap_comm=false"):
+                assert knob in text
+        text = printed(ranked_table(runs, studies=[STUDY]), columns, terminal)
+        for figure in ("3,600", "200.0 MiB", "+20.0 % [15.0, 25.0]", "in turns", "+17.5 % [15.9, 19.2]"):
+            assert figure in text, figure
+        assert ("284.4" in text) == (columns >= 100), "step times say the same as tokens/s, and go first"
+        assert ("[3,564, 3,636]" in text) == (columns >= 100)
+
+    def test_piped_it_is_160_columns_wide(self, monkeypatch):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        lines = printed(ranked_table(many_knobs(), studies=[STUDY])).splitlines()
+        assert 140 < max(len(line) for line in lines) <= 160
 
     def test_who_is_left_out_and_why(self):
         text = printed(table_of_left_out(rank_rows(sample_runs(), [STUDY])))
@@ -194,8 +240,18 @@ class TestDocuments:
         }
         row = results_document(rank_rows([make_run("t-1", 4000.0)]))["runs"][0]
         assert set(row) - set(document) == {
-            *("rank", "is_tied", "pareto", "is_winner", "confirmations", "speedup", "speedup_ci", "changes")
+            *("rank", "is_tied", "pareto", "is_winner", "confirmations", "speedup", "speedup_ci", "changes"),
+            *("speedup_is_paired", "in_turns"),
         }
+
+    def test_what_was_measured_in_turns(self):
+        win, lean, base = results_document(rank_rows(sample_runs(), [STUDY]))["runs"][:3]
+        assert (win["speedup"], win["speedup_ci"], win["speedup_is_paired"]) == (1.2, [1.15, 1.25], True)
+        assert win["tokens_per_second"] == 5000, "what the trial itself measured"
+        assert (win["in_turns"]["rounds"], win["in_turns"]["tokens_per_second"]) == (3, 3600)
+        assert win["in_turns"]["step_time_s"] == pytest.approx(1024 / 3600)
+        assert (base["speedup"], base["speedup_is_paired"]) == (1.0, True)
+        assert (lean["in_turns"], lean["speedup_is_paired"]) == (None, False)
 
     def test_the_configuration_is_whole(self):
         run = make_run("t-1", config=make_config(release="keep"))
@@ -225,7 +281,10 @@ class TestDocuments:
         assert [line["run_id"] for line in read] == [row.run.run_id for row in rows]
         assert read[0]["release"] == "keep"
         assert float(read[0]["tokens_per_second"]) == 5000
-        assert float(read[0]["speedup_low"]) == 1.2
+        assert float(read[0]["speedup_low"]) == 1.15
+        assert [line["speedup_is_paired"] for line in read[:3]] == ["true", "false", "true"]
+        assert (read[0]["rounds_in_turns"], read[1]["rounds_in_turns"]) == ("3", "")
+        assert float(read[0]["tokens_per_second_in_turns"]) == 3600
         assert next(line for line in read if line["run_id"] == "t-oom")["tokens_per_second"] == ""
 
 

@@ -79,6 +79,33 @@ def test_only_faults_of_the_configuration_count_against_a_candidate() -> None:
     assert failed == {Status.PRUNED, Status.OOM_DEVICE, Status.OOM_HOST, Status.TIMEOUT, Status.FAILED}
 
 
+def test_every_second_round_runs_backwards() -> None:
+    chosen = choose_candidates([trial(number, 1000.0 + number) for number in range(4)], "throughput")
+    assert chosen is not None
+    turns = [[record.trial_number for record in chosen.turns(done)] for done in range(4)]
+    assert turns == [[0, 3, 2, 1], [1, 2, 3, 0], [0, 3, 2, 1], [1, 2, 3, 0]]
+    rows = [confirmation(number, 1.0 + number) for turn in turns for number in turn if number is not None]
+    assert complete_rounds(rows, chosen.numbers) == [{0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}] * 4
+    # The first round is broken off in its middle, the third at its end; each is taken again from its beginning.
+    rows = [confirmation(0), confirmation(3), *rows[:8], *rows[8:11], *rows[8:]]
+    assert len(complete_rounds(rows, chosen.numbers)) == 4
+
+
+def test_a_machine_that_slows_down_within_rounds_favours_nobody() -> None:
+    chosen = choose_candidates([trial(number) for number in range(4)], "throughput")
+    assert chosen is not None
+    rounds: list[Round] = []
+    slowness = 1.0
+    for done in range(8):
+        current: Round = {}
+        for record in chosen.turns(done):
+            slowness *= 1.02
+            current[record.trial_number or 0] = slowness
+        rounds.append(current)
+    for each in judge(chosen, rounds, "throughput"):
+        assert each.speedup.value == pytest.approx(1.0, abs=1e-9)
+
+
 def rounds_of(times: dict[int, float], count: int, noise: float, drift: float, seed: int) -> list[Round]:
     """Step times with noise of their own each, and a drift that all share."""
     rng = random.Random(seed)
@@ -98,6 +125,31 @@ def test_a_shared_drift_does_not_hide_the_winner() -> None:
     best = confirmed[0].speedup
     assert best.low < 1 / 0.97 < best.high and not is_tie(best)
     assert confirmed[1].speedup == Interval(value=1.0, low=1.0, high=1.0)
+    assert [each.is_reference for each in confirmed] == [False, True, False]
+    slowest, fastest = rounds[-1][0], rounds[0][0]
+    assert fastest < confirmed[1].step_time_s.value < slowest
+    assert confirmed[1].tokens_per_second.value == pytest.approx(1024 / confirmed[1].step_time_s.value)
+
+
+def test_of_those_that_tie_with_the_fastest_the_smallest_peak_wins() -> None:
+    trials = [trial(0, peak=300), trial(1, peak=200), trial(2, peak=100), trial(3, peak=50)]
+    chosen = choose_candidates(trials, "throughput")
+    assert chosen is not None
+    rounds = rounds_of({0: 1.0, 1: 0.90, 2: 0.905, 3: 1.2}, 8, noise=0.01, drift=0.0, seed=3)
+    confirmed = judge(chosen, rounds, "throughput")
+    assert [each.run_id for each in confirmed] == ["t-2", "t-1", "t-0", "t-3"]
+    assert confirmed[0].speedup.value < confirmed[1].speedup.value, "slower, but not by more than noise"
+    # A tie with the defaults goes to them if they need no more memory.
+    even = judge(chosen, rounds_of({0: 1.0, 1: 1.1, 2: 1.1, 3: 1.001}, 8, 0.01, 0.0, 2), "throughput")
+    assert even[0].run_id == "t-3"
+    small = choose_candidates([trial(0, peak=10), trial(1, peak=20)], "throughput")
+    assert small is not None
+    assert judge(small, rounds_of({0: 1.0, 1: 0.999}, 8, 0.01, 0.0, 3), "throughput")[0].run_id == "t-0"
+
+
+def test_a_single_candidate_needs_no_turns() -> None:
+    chosen = choose_candidates([trial(0)], "throughput")
+    assert chosen is not None and judge(chosen, [], "throughput") == []
 
 
 def test_the_same_thing_against_itself_is_a_tie() -> None:

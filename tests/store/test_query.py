@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.builders import MIB, make_cluster, make_run, make_study, make_workload
-from zerotune.records import RunKind, RunRecord, Status
-from zerotune.store.query import best_for, group, is_candidate, pareto, rank, winners
+from tests.builders import MIB, make_cluster, make_confirmed, make_run, make_study, make_workload
+from zerotune.records import RunKind, RunRecord, Status, StudyRecord
+from zerotune.store.query import best_for, group, is_candidate, pareto, rank
 from zerotune.store.store import Store
 
 
@@ -32,6 +32,27 @@ def some_runs(draw: st.DrawFn, workloads: int = 1) -> list[RunRecord]:
     ]
 
 
+@st.composite
+def some_studies(draw: st.DrawFn, runs: list[RunRecord]) -> list[StudyRecord]:
+    """Studies that confirmed some of their runs, the first of them being the reference."""
+    studies = []
+    for name in ("a", "b"):
+        own = [run.run_id for run in runs if run.study == name and is_candidate(run)]
+        chosen = draw(st.lists(st.sampled_from(own), unique=True, max_size=4)) if own else []
+        confirmed = [
+            make_confirmed(
+                run_id,
+                draw(st.integers(95, 110)) / 100 if place else 1.0,
+                spread=draw(st.sampled_from([0.01, 0.03])) if place else 0.0,
+            )
+            for place, run_id in enumerate(chosen)
+        ]
+        best = chosen[0] if chosen else None
+        objective = draw(st.sampled_from(["throughput", "memory", "pareto"]))
+        studies.append(make_study(name, objective=objective, best=best, confirmed=confirmed))
+    return studies
+
+
 def speed(run: RunRecord) -> float:
     assert run.measurement is not None
     return run.measurement.tokens_per_second.value
@@ -42,11 +63,32 @@ def peak(run: RunRecord) -> int:
     return run.measurement.peak_memory_bytes
 
 
-@given(some_runs(), st.randoms())
-def test_the_order_does_not_depend_on_the_input(runs, random):
-    confirmed = {run.run_id for run in random.sample(runs, min(2, len(runs)))}
+@given(st.data(), st.randoms(), st.sampled_from(["throughput", "memory", None]))
+def test_the_order_does_not_depend_on_the_input(data, random, sort):
+    runs = data.draw(some_runs())
+    studies = data.draw(some_studies(runs))
     shuffled = random.sample(runs, len(runs))
-    assert rank(runs, confirmed) == rank(shuffled, confirmed)
+    assert rank(runs, studies, sort) == rank(shuffled, studies, sort)
+    assert {each.run.run_id for each in rank(runs, studies, sort)} == {
+        run.run_id for run in runs if is_candidate(run)
+    }
+
+
+@given(st.data())
+def test_in_turns_goes_by_the_paired_ratio_and_before_what_was_not_measured_again(data):
+    runs = [run for run in data.draw(some_runs()) if run.study == "a"]
+    study = data.draw(some_studies(runs))[0].model_copy(update={"objective": "throughput"})
+    confirmed = {each.run_id: each for each in study.confirmed}
+    order = [each.run for each in rank(runs, [study])]
+    in_turns = [run for run in order if run.run_id in confirmed]
+    for place, ahead in enumerate(in_turns):
+        for behind in in_turns[place + 1 :]:
+            a, b = (confirmed[run.run_id].speedup for run in (ahead, behind))
+            assert a.value >= b.value or peak(ahead) <= peak(behind), "only memory may overrule speed"
+    contenders = [run for run in in_turns if not confirmed[run.run_id].is_reference]
+    assert order[: len(contenders)] == contenders or order[: len(in_turns)] == in_turns
+    front = [each.run for each in rank(runs, [study]) if each.pareto]
+    assert not in_turns or order[0] in front
 
 
 @given(some_runs())
@@ -113,21 +155,67 @@ def test_a_tie_goes_to_the_smaller_peak():
     assert [each.pareto for each in ranked] == [True, True, True]
 
 
-def test_a_confirmed_run_goes_before_its_own_study_only():
-    runs = [
-        make_run("t-1", 1300.0, study="a"),
-        make_run("t-2", 1200.0, study="b"),
-        make_run("t-3", 1100.0, study="b"),
-        make_run("t-4", 1000.0, study="a"),
+def ids(ranked) -> list[str]:
+    return [each.run.run_id for each in ranked]
+
+
+def in_turns(ratios: dict[str, float], spread: float = 0.04, **fields) -> StudyRecord:
+    """A study with paired ratios; the reference is the one with exactly 1."""
+    confirmed = [
+        make_confirmed(run_id, ratio, 0.0 if ratio == 1 else spread) for run_id, ratio in ratios.items()
     ]
-    assert [each.run.run_id for each in rank(runs, {"t-3"})] == ["t-1", "t-3", "t-2", "t-4"]
+    return make_study(**({"best": confirmed[0].run_id, "confirmed": confirmed} | fields))
 
 
-def test_a_study_by_memory_does_not_decide_the_order_of_speed():
-    studies = [make_study("a", objective="memory", best="t-1"), make_study("b", best="t-2")]
-    assert winners(studies, "throughput") == {"t-2"}
-    assert winners(studies, "memory") == {"t-1"}
-    assert winners(studies) == {"t-1", "t-2"}
+class TestInTurns:
+    def runs(self) -> list[RunRecord]:
+        """The trials alone have b far ahead of the baseline a; in turns it turns out to be slower."""
+        return [
+            make_run("a", 2800.0, is_baseline=True, peak_memory_bytes=64 * MIB),
+            make_run("b", 3500.0, peak_memory_bytes=61 * MIB),
+            make_run("c", 3100.0, peak_memory_bytes=61 * MIB),
+            make_run("d", 2900.0, peak_memory_bytes=50 * MIB),
+            make_run("e", 2700.0, peak_memory_bytes=40 * MIB),
+        ]
+
+    def test_paired_ratios_rank_what_was_measured_in_turns(self):
+        ranked = rank(self.runs(), [in_turns({"a": 1.0, "b": 0.9, "c": 0.8})])
+        assert ids(ranked) == ["a", "b", "c", "d", "e"]
+        assert [each.is_winner for each in ranked] == [True, False, False, False, False]
+        assert [each.pareto for each in ranked] == [True, True, False, True, True]
+
+    def test_a_tie_in_turns_goes_to_the_smaller_peak(self):
+        ranked = rank(self.runs(), [in_turns({"b": 0.98, "a": 1.0, "c": 0.8})])
+        assert ids(ranked)[:3] == ["b", "a", "c"]
+        assert [each.is_tied for each in ranked[:3]] == [True, True, False]
+
+    def test_a_reference_that_all_others_beat_stands_among_the_unconfirmed(self):
+        """It was measured again whatever its speed, so that others may well be faster."""
+        ranked = rank(self.runs(), [in_turns({"c": 1.3, "b": 1.2, "a": 1.0})])
+        assert ids(ranked) == ["c", "b", "d", "a", "e"]
+
+    def test_by_memory_the_ratio_breaks_ties_only(self):
+        study = in_turns({"c": 1.0, "b": 0.8}, objective="memory")
+        assert ids(rank(self.runs()[1:3], [study], "memory")) == ["c", "b"]
+        assert ids(rank(self.runs(), [study], "memory"))[-1] == "a"
+
+    def test_a_study_by_memory_does_not_decide_the_order_of_speed(self):
+        study = in_turns({"e": 0.9, "a": 1.0}, objective="memory")
+        assert ids(rank(self.runs(), [study])) == ["b", "c", "d", "a", "e"]
+        assert not any(each.is_winner for each in rank(self.runs(), [study]))
+        assert ids(rank(self.runs(), [study], sort=None))[0] == "e"
+        assert rank(self.runs(), [study], "memory")[0].is_winner
+
+    def test_it_decides_within_its_own_study_only(self):
+        runs = [
+            make_run("t-1", 1300.0, study="a"),
+            make_run("t-2", 1200.0, study="b"),
+            make_run("t-3", 1100.0, study="b"),
+            make_run("t-4", 1000.0, study="a"),
+        ]
+        study = in_turns({"t-3": 1.2, "t-2": 1.0}, name="b")
+        assert ids(rank(runs, [study])) == ["t-1", "t-3", "t-2", "t-4"]
+        assert ids(rank(runs, [make_study("b", best="t-3")])) == ["t-1", "t-3", "t-2", "t-4"]
 
 
 def test_failed_runs_of_every_kind_are_no_candidates():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 _WIDE = 10_000
 
@@ -22,11 +25,30 @@ def err() -> Console:
     return _console(sys.stderr)
 
 
-def print_table(table: Table) -> None:
-    """Print a table to stdout with every value whole."""
+def print_parts(parts: Iterable[Table | Text | None]) -> None:
+    """Print tables and lines to stdout, every value whole."""
+    from rich.table import Table
+
     from zerotune.report.printing import print_whole
 
-    print_whole(out(), table)
+    console = out()
+    for part in parts:
+        if isinstance(part, Table):
+            print_whole(console, part)
+        elif part is not None:
+            console.print(part, soft_wrap=True)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document to stdout."""
+    import json
+
+    print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def say(line: str) -> None:
+    """Print a line that is no result: to stderr, so that stdout stays readable for programs."""
+    err().print(line, markup=False, soft_wrap=True)
 
 
 def warn(line: str) -> None:

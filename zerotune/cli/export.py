@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zerotune.cli.console import say
 from zerotune.cli.options import StoreOption
-from zerotune.cli.reading import note, open_store
+from zerotune.cli.reading import open_store
 from zerotune.config.errors import NothingFeasible, UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def export(
     with open_store(store) as opened:
         record = _best(opened, study) if run == "best" else opened.get_run(run)
     if record.measurement is None:
-        note(f"note: {record.run_id} was not measured, it ended as {record.status.value}")
+        say(f"note: {record.run_id} was not measured, it ended as {record.status.value}")
     text = dump_job(record.config, header=provenance(record))
     if output is None:
         typer.echo(text, nl=False)
@@ -52,23 +53,23 @@ def export(
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror}", "choose another --output") from None
-    note(f"wrote {output}")
+    say(f"wrote {output}")
 
 
 def _best(store: Store, study: str | None) -> RunRecord:
     """The best trial: of the study that is named, else of the latest one that has a feasible trial."""
     from zerotune.records import RunKind
-    from zerotune.store.query import Sort, rank, winners
+    from zerotune.store.query import Sort, rank
 
     studies = [store.get_study(study)] if study is not None else store.studies()[::-1]
     for each in studies:
         sort: Sort = "memory" if each.objective == "memory" else "throughput"
-        ranked = rank(store.runs(study=each.name, kind=RunKind.TRIAL), winners([each]), sort)
+        ranked = rank(store.runs(study=each.name, kind=RunKind.TRIAL), [each], sort)
         if ranked:
             others = (
                 "" if len(studies) == 1 else f", the latest of {len(studies)} studies; --study picks another"
             )
-            note(f"best is {ranked[0].run.run_id} of study {each.name}{others}")
+            say(f"best is {ranked[0].run.run_id} of study {each.name}{others}")
             return ranked[0].run
     where = f"study {study}" if study is not None else store.where
     raise NothingFeasible(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerotune.cli.console import err, warn
+from zerotune.cli.console import warn
 from zerotune.config.load import Loaded, load_job
 
 if TYPE_CHECKING:
@@ -31,11 +31,6 @@ def load(path: Path, sets: Sequence[str], options: Mapping[str, object]) -> Load
     for line in loaded.warnings:
         warn(line)
     return loaded
-
-
-def say(line: str) -> None:
-    """A line about what happens, to stderr."""
-    err().print(line, markup=False, soft_wrap=True)
 
 
 def placement_words(nodes: int, procs: int) -> str:

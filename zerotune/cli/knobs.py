@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zerotune.cli.console import print_json
 from zerotune.cli.options import Json
-from zerotune.cli.reading import print_json
 from zerotune.config.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _facts(info: KnobInfo) -> dict[str, Any]:
 def _print_all() -> None:
     from rich.table import Table
 
-    from zerotune.cli.console import print_table
+    from zerotune.cli.console import print_parts
     from zerotune.config.knobs import REGISTRY
 
     table = Table("knob", "default", "unit", "meaning")
@@ -58,7 +58,7 @@ def _print_all() -> None:
         column.no_wrap = True
     for info in REGISTRY.values():
         table.add_row(info.path, info.default, info.unit, info.meaning)
-    print_table(table)
+    print_parts([table])
 
 
 def _print_one(info: KnobInfo) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zerotune.cli.job import batch_words, load, placement_words, say
+from zerotune.cli.console import say
+from zerotune.cli.job import batch_words, load, placement_words
 from zerotune.cli.options import (
     Address,
     DryRun,
@@ -132,7 +133,7 @@ def _conclude(executed: Executed, as_json: bool) -> None:
     Raises:
         RunFailed: It failed; the message names rank, node and log.
     """
-    from zerotune.cli.reading import print_json
+    from zerotune.cli.console import print_json
     from zerotune.report.json_view import plain, run_document
 
     run = executed.run
@@ -190,7 +191,7 @@ def _print_plan(
     as_json: bool,
 ) -> None:
     """What a launch would do; nothing is started, and the store is only read."""
-    from zerotune.cli.reading import print_json
+    from zerotune.cli.console import print_json
     from zerotune.config.check import batch_plan
     from zerotune.config.dump import dump_job
     from zerotune.runs.choose import choose

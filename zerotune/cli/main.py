@@ -132,7 +132,7 @@ def run(args: Sequence[str] | None = None) -> int:
             error(line)
         return problem.exit_code
     except ZerotuneError as problem:
-        error(str(problem))
+        error(_with_log(problem, args))
         return problem.exit_code
     except typer.Abort:
         error("aborted")
@@ -166,6 +166,16 @@ def _say_usage(problem: typer.TyperException) -> int:
 def _one_line(problem: Exception) -> str:
     first = str(problem).strip().partition("\n")[0]
     return f"{type(problem).__name__}: {first}" if first else type(problem).__name__
+
+
+def _with_log(problem: ZerotuneError, args: Sequence[str] | None) -> str:
+    """The line for an error. Where it promises a traceback in the log, as for a user's factory, the log is written.
+
+    An error of a rank has no cause here: its traceback is in that rank's log, which the line names.
+    """
+    if problem.__cause__ is None or "traceback" not in (problem.remedy or ""):
+        return str(problem)
+    return f"{problem.message} (the whole traceback is in {_write_log(args)})"
 
 
 def _write_log(args: Sequence[str] | None) -> Path:

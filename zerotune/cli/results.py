@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zerotune.cli.console import print_json, print_parts, say
 from zerotune.cli.options import Json, StoreOption
-from zerotune.cli.reading import note, note_unreadable, open_store, print_json, print_parts
+from zerotune.cli.reading import note_unreadable, open_store
 from zerotune.config.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def results(
         whole = top is None and not pareto
         for rows in tables:
             print_parts(_render(rows, whole))
+        if tables and (hints := _hints(tables, whole)) is not None:
+            print_parts([hints])
 
 
 def _read(option: str | None, study: str | None) -> tuple[list[RunRecord], list[StudyRecord]]:
@@ -77,10 +80,10 @@ def _read(option: str | None, study: str | None) -> tuple[list[RunRecord], list[
     except NoStore as error:
         if study is not None:
             raise
-        note(str(error))
+        say(str(error))
         return [], []
     if not runs:
-        note(f"no results yet in {where} (run zerotune search)")
+        say(f"no results yet in {where} (run zerotune search)")
     return runs, studies
 
 
@@ -112,4 +115,24 @@ def _render(rows: list[Row], whole: bool) -> Iterator[Table | Text | None]:
     if whole:
         yield table_of_left_out(rows)
         yield table_of_launches(rows)
-    yield Text("")
+
+
+def _hints(tables: list[list[Row]], whole: bool) -> Text | None:
+    """What one would do next; nothing where no run can be trained with."""
+    from rich.text import Text
+
+    best = next((row.run.run_id for rows in tables for row in rows if row.rank == 1), None)
+    if best is None:
+        return None
+    lines = (
+        [] if whole else ["(a selection; zerotune results shows every run, with what is not ranked and why)"]
+    )
+    commands = {
+        "zerotune launch [MODEL.yaml]": "train with the best",
+        f"zerotune show {best}": "all that is known of one run",
+        "zerotune export best --to yaml": "the best as a model.yaml of its own",
+    }
+    width = max(len(command) for command in commands)
+    for number, (command, meaning) in enumerate(commands.items()):
+        lines.append(f"{'' if number else 'next:':6}{command:{width}}  {meaning}")
+    return Text("\n".join(lines))

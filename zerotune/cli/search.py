@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zerotune.cli.job import batch_words, load, placement_arguments, placement_words, say
+from zerotune.cli.console import say
+from zerotune.cli.job import batch_words, load, placement_arguments, placement_words
 from zerotune.cli.options import (
     Address,
     DryRun,
@@ -189,7 +190,7 @@ def _search(
 
 def _print_plan(job: JobConfig, space: Space, placement: Placement, as_json: bool) -> None:
     """What a search would do; nothing is started and no cluster is asked."""
-    from zerotune.cli.reading import print_json
+    from zerotune.cli.console import print_json
     from zerotune.config.check import batch_plan
     from zerotune.runs.cluster_key import cluster_fingerprint
     from zerotune.runs.session import visible_gpus
@@ -220,7 +221,7 @@ def _print_plan(job: JobConfig, space: Space, placement: Placement, as_json: boo
             }
         )
         return
-    from zerotune.cli.console import out, print_table
+    from zerotune.cli.console import out, print_parts
 
     lines = [
         f"ranks      {placement_words(nodes, procs)} = {plan.ranks}",
@@ -231,7 +232,7 @@ def _print_plan(job: JobConfig, space: Space, placement: Placement, as_json: boo
     ]
     for line in lines:
         out().print(line, markup=False)
-    print_table(_space_table(plan, baseline))
+    print_parts([_space_table(plan, baseline)])
     say("dry run: nothing was started")
 
 
@@ -268,15 +269,15 @@ def _rows(store: Store, study: str) -> list[Row]:
 
 
 def _print_tables(rows: list[Row]) -> None:
-    from zerotune.cli.console import print_table
+    from zerotune.cli.console import print_parts
     from zerotune.report.headline import headline
     from zerotune.report.ranking import choose
     from zerotune.report.tables import table_of_left_out, table_of_ranked
 
     if ranked := choose(rows):
-        print_table(table_of_ranked(ranked, headline(ranked[0].run)))
+        print_parts([table_of_ranked(ranked, headline(ranked[0].run))])
     if (left_out := table_of_left_out(rows)) is not None:
-        print_table(left_out)
+        print_parts([left_out])
 
 
 def _write_best(folder: Path, result: SearchResult) -> Path | None:
@@ -298,8 +299,9 @@ def _print_verdict(
 ) -> None:
     from zerotune.cli.console import out
     from zerotune.report import format
+    from zerotune.search.verdict import verdict
 
-    lines = [verdict(result)]
+    lines = [verdict(result, plan.search.objective)]
     if result.ended_because == "exhausted":
         lines.append(f"the space {plan.space.name} has no more configurations than these")
     if result.ended_because == "time":
@@ -313,24 +315,8 @@ def _print_verdict(
         out().print(line, markup=False, soft_wrap=True)
 
 
-def verdict(result: SearchResult) -> str:
-    """What came out, in one line, and a tie called a tie."""
-    from zerotune.report import format
-
-    best = f"run {result.best.run_id}"
-    if result.best.is_baseline:
-        return f"the defaults are the best of what was tried ({best})"
-    if result.speedup is None:
-        return f"best: {best}; no speed-up, because the baseline failed or does not fit (reference: {result.reference})"
-    rounds = result.confirmed[0].rounds
-    ratio = format.factor(result.speedup)
-    if result.is_tie:
-        return f"a tie: {best} makes {ratio} of the baseline's speed in {rounds} rounds in turns, which is inside the noise"
-    return f"best: {best}, {ratio} of the baseline's speed (95 % interval, {rounds} rounds in turns)"
-
-
 def _print_json(result: SearchResult, rows: list[Row], path: Path | None) -> None:
-    from zerotune.cli.reading import print_json
+    from zerotune.cli.console import print_json
     from zerotune.report.json_view import row_document
 
     documents = {row.run.run_id: row_document(row) for row in rows}
@@ -343,6 +329,7 @@ def _print_json(result: SearchResult, rows: list[Row], path: Path | None) -> Non
             "best": documents[result.best.run_id],
             "speedup": speedup.value if speedup else None,
             "speedup_ci": [speedup.low, speedup.high] if speedup else None,
+            "rounds_in_turns": result.confirmed[0].rounds if result.confirmed else 0,
             "is_tie": result.is_tie,
             "reference": result.reference,
             "pareto": [documents[row.run.run_id] for row in rows if row.pareto],

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from zerotune.cli.console import print_json, print_parts
 from zerotune.cli.options import Json, StoreOption
-from zerotune.cli.reading import open_store, print_json, print_parts
+from zerotune.cli.reading import open_store
 
 
 def show(

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zerotune.cli.console import print_json
 from zerotune.cli.options import Json
-from zerotune.cli.reading import print_json
 
 if TYPE_CHECKING:
     from zerotune.config.space import Dimension, Space
@@ -35,7 +35,7 @@ def _facts(space: Space) -> dict[str, Any]:
 def _print_all(found: list[Space]) -> None:
     from rich.table import Table
 
-    from zerotune.cli.console import print_table
+    from zerotune.cli.console import print_parts
 
     table = Table("space", "knobs", "points", "what it is for")
     for space in found:
@@ -45,21 +45,21 @@ def _print_all(found: list[Space]) -> None:
         )
     for column in table.columns[:3]:
         column.no_wrap = True
-    print_table(table)
+    print_parts([table])
 
 
 def _print_one(space: Space) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from zerotune.cli.console import out, print_table
+    from zerotune.cli.console import out, print_parts
 
     console = out()
     console.print(Text(space.name, style="bold"), Text(space.description), soft_wrap=True)
     table = Table("knob", "values", "in", "only when")
     for dimension in space:
         table.add_row(dimension.name, _values(dimension), _unit(dimension), _condition(dimension))
-    print_table(table)
+    print_parts([table])
 
 
 def _values(dimension: Dimension) -> str:

@@ -3,7 +3,7 @@
 from zerotune.records.failure import Failure
 from zerotune.records.fingerprint import Fingerprint
 from zerotune.records.ledger import ByteClass, ByteSample, CollectiveEntry, CollectiveKind, Ledger
-from zerotune.records.measurement import Interval, Measurement, MemoryUse
+from zerotune.records.measurement import Confirmed, Interval, Measurement, MemoryUse
 from zerotune.records.run import RunKind, RunRecord, StudyRecord
 from zerotune.records.status import Status
 
@@ -12,6 +12,7 @@ __all__ = [
     "ByteSample",
     "CollectiveEntry",
     "CollectiveKind",
+    "Confirmed",
     "Failure",
     "Fingerprint",
     "Interval",

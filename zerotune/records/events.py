@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerotune.records.base import Record
-from zerotune.records.measurement import Interval
+from zerotune.records.measurement import Confirmed, Interval
 from zerotune.records.run import RunRecord
 
 
@@ -109,20 +109,6 @@ class ConfirmationProgress(Record):
     eta_seconds: float | None
 
 
-class Confirmed(Record):
-    """What the confirmation says of one candidate.
-
-    Attributes:
-        run_id: The trial's row.
-        speedup: Paired ratio of throughput, candidate over reference, with its interval.
-        rounds: Rounds it rests on.
-    """
-
-    run_id: str
-    speedup: Interval
-    rounds: int
-
-
 class SearchResult(Record):
     """The answer to a search.
 
@@ -134,7 +120,7 @@ class SearchResult(Record):
         reference: Run id of the row that ``speedup`` is relative to, where that is not the baseline.
         speedup: Throughput of the winner over the baseline's; ``None`` if the baseline does not fit or failed.
         is_tie: Whether the interval contains 1: the difference is inside the noise.
-        confirmed: Every candidate of the confirmation, best first.
+        confirmed: Every candidate of the confirmation, the winner first; empty if there was but one.
         trials: Every finished trial, in order of its number.
         ended_because: ``trials``, ``time`` or ``exhausted``.
         wall_seconds: Over all sessions.

@@ -43,6 +43,27 @@ class Interval(Record):
         return self.low <= other.high and other.low <= self.high
 
 
+class Confirmed(Record):
+    """What the confirmation in turns says of one trial.
+
+    Attributes:
+        run_id: The trial's row.
+        speedup: Paired ratio of throughput, this trial over the reference, with its interval.
+        rounds: Rounds it rests on.
+        is_reference: Whether ratios are relative to this one: the baseline or, where that does not fit or failed,
+            the first feasible trial.
+        step_time_s: Median over the rounds of the time of one optimizer step, with its interval.
+        tokens_per_second: The same as a rate.
+    """
+
+    run_id: str
+    speedup: Interval
+    rounds: int
+    is_reference: bool = False
+    step_time_s: Interval
+    tokens_per_second: Interval
+
+
 class Measurement(Record):
     """Time and memory of the steady steps of one run.
 

@@ -11,7 +11,7 @@ from zerotune.config.schema import JobConfig
 from zerotune.records.base import Record
 from zerotune.records.failure import Failure
 from zerotune.records.fingerprint import Fingerprint
-from zerotune.records.measurement import Interval, Measurement
+from zerotune.records.measurement import Confirmed, Interval, Measurement
 from zerotune.records.status import Status
 
 
@@ -79,10 +79,12 @@ class StudyRecord(Record):
     Attributes:
         name: Unique name, derived from the question or given by ``--study``.
         fingerprint: The question asked: space, objective, budget, workload, cluster, sampler.
-        best: Run id of the winner, once confirmed.
+        best: Run id of the winner, once confirmed, until another trial is added.
         speedup: Paired ratio of throughput, winner over baseline, with its interval; ``None`` without a feasible
             baseline.
         is_tie: Whether the interval of the speed-up contains 1.
+        confirmed: Every trial that was measured in turns, the winner first; empty until then, and in rows of
+            versions that kept the winner alone.
         wall_seconds: Time spent over all sessions of the search.
     """
 
@@ -96,5 +98,6 @@ class StudyRecord(Record):
     best: str | None = None
     speedup: Interval | None = None
     is_tie: bool = False
+    confirmed: list[Confirmed] = Field(default_factory=list)
     wall_seconds: float = 0.0
     created: datetime = Field(default_factory=now)

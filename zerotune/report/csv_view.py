@@ -35,6 +35,9 @@ _FIGURES = (
     "speedup",
     "speedup_low",
     "speedup_high",
+    "speedup_is_paired",
+    "rounds_in_turns",
+    "tokens_per_second_in_turns",
     "final_loss",
     "steps",
     "created",
@@ -62,6 +65,9 @@ def _flat(document: dict[str, Any]) -> dict[str, Any]:
         if name.endswith("_ci"):
             stem = name.removesuffix("_ci")
             flat[f"{stem}_low"], flat[f"{stem}_high"] = value or (None, None)
+        elif name == "in_turns":
+            for inner in ("rounds", "tokens_per_second"):
+                flat[f"{inner}_in_turns"] = value[inner] if value else None
         elif name in ("workload", "cluster"):
             flat[name] = value["key"]
         else:

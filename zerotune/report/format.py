@@ -22,7 +22,12 @@ def number_interval(interval: Interval | None) -> str:
     """``4,123 [4,100, 4,150]``."""
     if interval is None:
         return MISSING
-    return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
+    return f"{number(interval.value)} {bounds(interval)}"
+
+
+def bounds(interval: Interval) -> str:
+    """``[4,100, 4,150]``."""
+    return f"[{number(interval.low)}, {number(interval.high)}]"
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from zerotune.records import Fingerprint, Interval, Ledger, RunRecord
+from zerotune.records import Confirmed, Fingerprint, Interval, Ledger, RunRecord
 from zerotune.report.comparison import Comparison
 from zerotune.report.ledgers import summarise
 from zerotune.report.ranking import Row
@@ -62,6 +62,8 @@ def row_document(row: Row) -> dict[str, Any]:
             "confirmations": row.confirmations,
             "speedup": speedup.value if speedup else None,
             "speedup_ci": _bounds(speedup),
+            "speedup_is_paired": row.is_paired if speedup else None,
+            "in_turns": _in_turns(row.confirmed) if row.confirmed else None,
             "changes": {change.path: change.after for change in row.changes},
         }
     )
@@ -112,6 +114,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(child) for child in value]
     return value
+
+
+def _in_turns(confirmed: Confirmed) -> dict[str, Any]:
+    return {
+        "rounds": confirmed.rounds,
+        "tokens_per_second": confirmed.tokens_per_second.value,
+        "tokens_per_second_ci": _bounds(confirmed.tokens_per_second),
+        "step_time_s": confirmed.step_time_s.value,
+        "step_time_s_ci": _bounds(confirmed.step_time_s),
+    }
 
 
 def _bounds(interval: Interval | None) -> list[float] | None:

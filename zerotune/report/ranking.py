@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zerotune.records import Interval, RunKind, RunRecord, StudyRecord
+from zerotune.records import Confirmed, Interval, RunKind, RunRecord, StudyRecord
 from zerotune.report.differences import Difference, knob_differences
 from zerotune.report.ratio import unpaired_ratio
-from zerotune.store.query import Sort, is_candidate, rank, winners
+from zerotune.store.query import Sort, is_candidate, rank
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,13 @@ class Row:
         is_tied: Whether memory decided its place, because throughput could not.
         pareto: Whether it is on the front of throughput and peak memory.
         is_winner: Whether its study confirmed it as the best.
-        confirmations: In how many rounds in turns it was measured again.
+        confirmations: How often it was measured again in turns.
+        confirmed: What its study found in turns; ``None`` if it was measured once, or the study has no answer yet.
         changes: Knobs that differ from its baseline's.
         reference: The run that :attr:`speedup` is relative to: the baseline of its study, or the first feasible
             run where that does not fit or failed.
-        speedup: Ratio of throughput over the reference: paired where the study measured it in turns.
+        speedup: Ratio of throughput over the reference: paired where the study measured it in turns, else that of
+            two measurements minutes apart.
     """
 
     run: RunRecord
@@ -35,9 +37,27 @@ class Row:
     pareto: bool
     is_winner: bool
     confirmations: int
+    confirmed: Confirmed | None
     changes: tuple[Difference, ...]
     reference: RunRecord | None
     speedup: Interval | None
+
+    @property
+    def tokens_per_second(self) -> Interval | None:
+        """The rate that its place rests on: the median over the turns, or the trial's own measurement."""
+        measured = self.confirmed or self.run.measurement
+        return measured.tokens_per_second if measured else None
+
+    @property
+    def step_time_s(self) -> Interval | None:
+        """The same as the time of one optimizer step."""
+        measured = self.confirmed or self.run.measurement
+        return measured.step_time_s if measured else None
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the speed-up is a ratio within rounds in turns."""
+        return self.confirmed is not None
 
     @property
     def baseline_speedup(self) -> Interval | None:
@@ -57,7 +77,7 @@ def rank_rows(
 
     Args:
         runs: Of one workload and cluster.
-        studies: Their studies, for the winners and the paired speed-ups.
+        studies: Their studies, for what they measured in turns.
         sort: What the ranking is by.
         baseline: What runs that belong to no study are compared with; by default nothing, and in a study
             always its own baseline.
@@ -73,7 +93,7 @@ def rank_rows(
         if run.kind is RunKind.CONFIRMATION and run.measurement is not None
     )
     by_name = {study.name: study for study in studies}
-    ranked = {each.run.run_id: each for each in rank(trials, winners(by_name.values(), sort), sort)}
+    ranked = {each.run.run_id: each for each in rank(trials, by_name.values(), sort)}
     baselines = {run.study: run for run in trials if run.is_baseline}
     references = {
         study: reference
@@ -86,6 +106,9 @@ def rank_rows(
         origin = baselines.get(run.study, baseline)
         reference = references.get(run.study)
         study = by_name.get(run.study or "")
+        confirmed = (
+            next((each for each in study.confirmed if each.run_id == run.run_id), None) if study else None
+        )
         return Row(
             run=run,
             rank=place.rank if place else None,
@@ -93,9 +116,10 @@ def rank_rows(
             pareto=place.pareto if place else False,
             is_winner=bool(study and study.best == run.run_id),
             confirmations=rounds[run.study, run.trial_number] if run.kind is RunKind.TRIAL else 0,
+            confirmed=confirmed,
             changes=tuple(knob_differences(origin.config, run.config)) if origin else (),
             reference=reference,
-            speedup=_speedup(run, reference, study),
+            speedup=_speedup(run, confirmed, reference),
         )
 
     shown = [run for run in runs if run.kind is not RunKind.CONFIRMATION]
@@ -119,11 +143,11 @@ def _reference(study: str | None, trials: Sequence[RunRecord]) -> RunRecord | No
     return first[0] if first else None
 
 
-def _speedup(run: RunRecord, reference: RunRecord | None, study: StudyRecord | None) -> Interval | None:
+def _speedup(run: RunRecord, confirmed: Confirmed | None, reference: RunRecord | None) -> Interval | None:
     if run.measurement is None or reference is None or reference.measurement is None:
         return None
     if run.run_id == reference.run_id:
         return Interval(value=1.0, low=1.0, high=1.0)
-    if study is not None and study.best == run.run_id and study.speedup is not None and reference.is_baseline:
-        return study.speedup
+    if confirmed is not None:
+        return confirmed.speedup
     return unpaired_ratio(run.measurement.tokens_per_second, reference.measurement.tokens_per_second)

@@ -12,6 +12,7 @@ from rich.text import Text
 from zerotune.records import RunKind, RunRecord, Status, StudyRecord
 from zerotune.report import format
 from zerotune.report.differences import Difference
+from zerotune.report.printing import Sheet
 from zerotune.report.ranking import Row, choose, rank_rows
 from zerotune.store.query import Sort
 
@@ -46,36 +47,38 @@ def ranked_table(
 
 def table_of_ranked(rows: Sequence[Row], title: str | None = None) -> Table:
     """A table of ranked rows."""
-    table = _table(title)
+    in_turns = any(row.confirmed for row in rows)
+    table = _table(title, dispensable=("step ms", "trial", "95 %"))
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("run", no_wrap=True)
     with_study = len({row.run.study for row in rows}) > 1
     if with_study:
         table.add_column("study", no_wrap=True)
     table.add_column("trial", justify="right", no_wrap=True)
-    table.add_column("tokens/s [95 %]", justify="right", no_wrap=True)
+    table.add_column("tokens/s", justify="right", no_wrap=True)
+    table.add_column("95 %", no_wrap=True)
     table.add_column("step ms", justify="right", no_wrap=True)
     table.add_column("peak memory", justify="right", no_wrap=True)
     table.add_column(
         "vs baseline" if _all_vs_baseline(rows) else "vs reference", justify="right", no_wrap=True
     )
-    table.add_column("fits", no_wrap=True)
-    table.add_column("pareto", no_wrap=True)
+    if in_turns:
+        table.add_column("measured", no_wrap=True)
     table.add_column("differs from the baseline in", overflow="fold")
     for row in rows:
-        measured = row.run.measurement
-        assert measured is not None, "only measured runs are ranked"
+        measured, rate, step_time = row.run.measurement, row.tokens_per_second, row.step_time_s
+        assert measured is not None and rate is not None and step_time is not None, "else it has no rank"
         cells = [
             format.number(row.rank),
             row.run.run_id,
             *([row.run.study or format.MISSING] if with_study else []),
             format.number(row.run.trial_number),
-            format.number_interval(measured.tokens_per_second),
-            format.milliseconds(measured.step_time_s.value),
+            format.number(rate.value),
+            format.bounds(rate),
+            format.milliseconds(step_time.value),
             format.memory(measured.peak_memory_bytes),
             _speed(row),
-            "yes" if row.run.feasible else format.MISSING,
-            "*" if row.pareto else "",
+            *(["in turns" if row.confirmed else "once"] if in_turns else []),
             _remarks(row),
         ]
         table.add_row(*[Text(cell) for cell in cells], style="bold" if row.is_winner else None)
@@ -89,7 +92,7 @@ def table_of_left_out(rows: Sequence[Row]) -> Table | None:
     rows = [row for row in rows if row.rank is None and row.run.kind is RunKind.TRIAL]
     if not rows:
         return None
-    table = _table(f"not ranked: {outcomes([row.run for row in rows])}")
+    table = _table(f"not ranked: {outcomes([row.run for row in rows])}", dispensable=("trial",))
     table.add_column("run", no_wrap=True)
     table.add_column("trial", justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
@@ -117,7 +120,7 @@ def table_of_launches(rows: Sequence[Row]) -> Table | None:
     runs = [row.run for row in rows if row.run.kind is RunKind.LAUNCH]
     if not runs:
         return None
-    table = _table("launches")
+    table = _table("launches", dispensable=("started (UTC)", "peak memory"))
     table.add_column("run", no_wrap=True)
     table.add_column("started (UTC)", no_wrap=True)
     table.add_column("status", no_wrap=True)
@@ -166,8 +169,9 @@ def changes_text(changes: Iterable[Difference]) -> str:
     return " ".join(f"{change.name}={format.setting(change.after)}" for change in changes)
 
 
-def _table(title: str | None) -> Table:
-    return Table(
+def _table(title: str | None, dispensable: Sequence[str] = ()) -> Sheet:
+    return Sheet(
+        dispensable=dispensable,
         title=Text(title) if title else None,
         title_justify="left",
         title_style="bold",
@@ -183,19 +187,16 @@ def _outcome(run: RunRecord) -> str:
 
 
 def _remarks(row: Row) -> str:
-    notes = []
-    if row.run.is_baseline:
-        notes.append("(the baseline)")
-    elif row.changes:
+    marks = {
+        "winner": row.is_winner,
+        "the baseline": row.run.is_baseline,
+        "on the Pareto front": row.pareto,
+    }
+    notes = [f"({', '.join(name for name, holds in marks.items() if holds)})"] if any(marks.values()) else []
+    if row.changes:
         notes.append(changes_text(row.changes))
-    if row.confirmations:
-        notes.append(
-            f"({'winner, ' if row.is_winner else ''}measured again in {format.count(row.confirmations, 'round')})"
-        )
-    elif row.is_winner:
-        notes.append("(winner)")
     measured = row.run.measurement
-    if row.rank is not None and measured is not None:
+    if row.rank is not None and measured is not None and row.confirmed is None:
         if measured.stopped_because == "cannot_win":
             notes.append("(cut short)")
         elif measured.is_noisy:
@@ -215,6 +216,19 @@ def _all_vs_baseline(rows: Iterable[Row]) -> bool:
 
 def _caption(rows: Sequence[Row]) -> Text | None:
     lines = []
+    base = "baseline" if _all_vs_baseline(rows) else "reference"
+    if turns := sorted({row.confirmed.rounds for row in rows if row.confirmed}):
+        rounds = " or ".join(str(number) for number in turns)
+        lines.append(
+            f"in turns: measured again side by side in {rounds} rounds, of which tokens/s is the median;"
+            f" vs {base} is the ratio within the rounds"
+        )
+        if not all(row.confirmed for row in rows):
+            lines.append(
+                f"once: the trial alone, not among the best few; vs {base} compares measurements minutes apart"
+            )
+    if any(row.pareto for row in rows):
+        lines.append("Pareto front: no other run is faster with no more memory")
     if any(row.is_tied for row in rows):
         lines.append(
             "runs whose intervals overlap with the fastest of them are a tie, ordered by peak memory"

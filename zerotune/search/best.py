@@ -43,16 +43,17 @@ def best_text(result: SearchResult) -> str:
 def _origin(best: RunRecord, result: SearchResult) -> list[str]:
     assert best.measurement is not None
     facts = best.cluster.facts
-    measured = best.measurement
+    measured = result.confirmed[0] if result.confirmed else best.measurement
+    how = f" in {result.confirmed[0].rounds} rounds in turns" if result.confirmed else ""
     lines = [
         f"The best of {sum(result.counts.values())} trials of study {result.study}: run {best.run_id}.",
         f"Measured {best.created:%Y-%m-%d %H:%M} UTC on {facts['nodes']} x {facts['ranks_per_node']} ranks,"
-        f" {facts['device']}:",
+        f" {facts['device']}{how}:",
         f"{measured.tokens_per_second.value:,.0f} tokens/s, {measured.step_time_s.value * 1e3:.1f} ms a step,"
-        f" peak {humanize.naturalsize(measured.peak_memory_bytes, binary=True, format='%.1f')} per rank.",
+        f" peak {humanize.naturalsize(best.measurement.peak_memory_bytes, binary=True, format='%.1f')} per rank.",
     ]
     if best.is_baseline:
-        lines.append("These are the defaults: nothing that was tried is faster.")
+        lines.append("These are the defaults.")
     elif result.speedup is not None:
         ratio = result.speedup
         lines.append(

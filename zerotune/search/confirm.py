@@ -1,7 +1,9 @@
-"""The winner is confirmed in turns: the best few and the baseline are measured again, A B C D A B C D …
+"""The winner is confirmed in turns: the best few and the baseline are measured again, A B C D, D C B A, A B C D, …
 
 Single measurements minutes apart compare the machine's moods as much as the configurations. Within one round the
-candidates run right after each other, so their ratio in that round is a paired observation.
+candidates run right after each other, so their ratio in that round is a paired observation. Every second round runs
+backwards, so that over two rounds each candidate stands equally early: a machine that gets steadily slower, or
+faster, favours nobody.
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from zerotune.records import Interval, RunRecord, Status
-from zerotune.records.events import Confirmed
+from zerotune.records import Confirmed, Interval, RunRecord, Status
 from zerotune.search.feasibility import is_feasible
-from zerotune.train.measure import paired_ratio
+from zerotune.store.query import ties_in_turns
+from zerotune.train.measure import median_interval, paired_ratio, throughput
 
 CONTENDERS = 3
 """How many of the best are measured again, beside what they are compared with."""
@@ -33,7 +35,7 @@ class Candidates:
 
     Attributes:
         reference: What ratios are relative to: the baseline, or the first feasible run if the baseline is not.
-        order: All of them, in the order of their turns, the reference first.
+        order: All of them, the reference first.
     """
 
     reference: RunRecord
@@ -42,6 +44,10 @@ class Candidates:
     @property
     def numbers(self) -> tuple[int, ...]:
         return tuple(_number(record) for record in self.order)
+
+    def turns(self, rounds_done: int) -> tuple[RunRecord, ...]:
+        """The order in which the next round measures them: every second round runs backwards."""
+        return self.order[::-1] if rounds_done % 2 else self.order
 
     def without(self, dropped: Collection[int]) -> Candidates:
         """The same without some that cannot be measured any more; the reference stays whatever happens."""
@@ -107,27 +113,34 @@ def failed_numbers(confirmations: Iterable[RunRecord]) -> set[int]:
 
 
 def judge(candidates: Candidates, rounds: list[Round], objective: str) -> list[Confirmed]:
-    """Paired ratios of every candidate over the reference, the winner first.
+    """What the rounds say of every candidate, the winner first; nothing if there were none.
 
-    By throughput the best median wins; by memory the smallest peak, which does not depend on the machine's mood.
+    By throughput the fastest wins, and of those whose interval overlaps its own the one with the smallest peak; by
+    memory the smallest peak, which does not depend on the machine's mood.
     """
+    if not rounds:
+        return []
     reference = _number(candidates.reference)
     confirmed = {}
     for record in candidates.order:
         number = _number(record)
+        times = [each[number] for each in rounds]
         if number == reference:
             ratio = Interval(value=1.0, low=1.0, high=1.0)
         else:
-            ratio = paired_ratio([r[reference] for r in rounds], [r[number] for r in rounds])
-        confirmed[number] = Confirmed(run_id=record.run_id, speedup=ratio, rounds=len(rounds))
-
-    def place(record: RunRecord) -> tuple[float, float]:
-        slowness = -confirmed[_number(record)].speedup.value
+            ratio = paired_ratio([each[reference] for each in rounds], times)
         assert record.measurement is not None
-        memory = float(record.measurement.peak_memory_bytes)
-        return (memory, slowness) if objective == "memory" else (slowness, memory)
-
-    return [confirmed[_number(record)] for record in sorted(candidates.order, key=place)]
+        step_time = median_interval(times)
+        confirmed[record.run_id] = Confirmed(
+            run_id=record.run_id,
+            speedup=ratio,
+            rounds=len(rounds),
+            is_reference=number == reference,
+            step_time_s=step_time,
+            tokens_per_second=throughput(step_time, record.measurement.tokens_per_step),
+        )
+    ties = ties_in_turns(candidates.order, confirmed, "memory" if objective == "memory" else "throughput")
+    return [confirmed[record.run_id] for tie in ties for record in tie]
 
 
 def is_tie(speedup: Interval) -> bool:

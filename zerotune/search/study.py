@@ -13,7 +13,7 @@ import optuna
 
 from zerotune.cluster.messages import Limits
 from zerotune.config.errors import RunFailed, UsageError
-from zerotune.records import RunKind, RunRecord, Status, StudyRecord
+from zerotune.records import Interval, RunKind, RunRecord, Status, StudyRecord
 from zerotune.records.events import (
     ConfirmationProgress,
     Event,
@@ -261,6 +261,9 @@ class Search:
 
     def _after(self, record: RunRecord) -> None:
         self._budget.add_trials([record])
+        if self._study.best is not None:
+            # An earlier session's answer does not cover this trial. Its rounds in turns stay in the store.
+            self._update_study(best=None, speedup=None, is_tie=False, confirmed=[])
         self._save_wall_seconds()
         self.emit(
             TrialFinished(
@@ -297,18 +300,22 @@ class Search:
             raise why_no_winner(self._finished, self.plan.baseline)
         candidates, rounds = self._confirm(candidates)
         confirmed = confirm.judge(candidates, rounds, objective)
-        best = next(row for row in candidates.order if row.run_id == confirmed[0].run_id)
+        best, speedup = candidates.reference, Interval(value=1.0, low=1.0, high=1.0)
+        if confirmed:
+            best = next(row for row in candidates.order if row.run_id == confirmed[0].run_id)
+            speedup = confirmed[0].speedup
         has_baseline = candidates.reference.is_baseline
-        speedup = confirmed[0].speedup if has_baseline else None
-        tie = speedup is not None and confirm.is_tie(speedup)
-        self._update_study(best=best.run_id, speedup=speedup, is_tie=tie)
+        tie = has_baseline and confirm.is_tie(speedup)
+        self._update_study(
+            best=best.run_id, speedup=speedup if has_baseline else None, is_tie=tie, confirmed=confirmed
+        )
         return SearchResult(
             study=self.plan.study,
             counts=histogram(self._finished),
             baseline=self._baseline(),
             best=best,
             reference=None if has_baseline else candidates.reference.run_id,
-            speedup=speedup,
+            speedup=speedup if has_baseline else None,
             is_tie=tie,
             confirmed=confirmed,
             trials=self._finished,
@@ -331,7 +338,7 @@ class Search:
             enough = confirm.LEAST_ROUNDS if self._budget.is_overdrawn else wanted
             if len(candidates.order) == 1 or len(rounds) >= enough:
                 return candidates, rounds
-            for turn, candidate in enumerate(candidates.order):
+            for turn, candidate in enumerate(candidates.turns(len(rounds))):
                 self._announce(candidates, len(rounds), turn)
                 record = self._measure_again(candidate)
                 if record.measurement is not None:
@@ -348,7 +355,8 @@ class Search:
 
     def _announce(self, candidates: confirm.Candidates, rounds_done: int, turn: int) -> None:
         size, wanted = len(candidates.order), self.plan.search.confirm_rounds
-        number = candidates.numbers[turn]
+        number = candidates.turns(rounds_done)[turn].trial_number
+        assert number is not None
         done, total = rounds_done * size + turn, wanted * size
         self.emit(
             ConfirmationProgress(
