@@ -1,4 +1,4 @@
-"""Announcing the uses of units: hooks on modules, in forward and in backward.
+"""Announcing the uses of units: hooks on modules, in forward, in recomputation and in backward.
 
 A unit's use in forward is a call of its module. Its use in backward begins when the gradient of one of the call's
 outputs is about to be propagated, and ends when the gradients of all its inputs are complete; where no input needs a
@@ -7,6 +7,17 @@ gradient (an embedding), it ends with the backward pass.
 The entry is a pre-hook on the output's graph node and the exit a hook on the input tensors, because autograd runs
 tensor hooks before node pre-hooks: between two blocks that share a tensor, the later block's exit comes before the
 earlier block's entry, and at most one of them is in use.
+
+[Note: recomputation]
+A call inside a backward pass recomputes activations. Non-reentrant checkpointing stops the recomputed forward early by
+an exception, so its exit hooks may never run; such calls end at the next event of the backward pass. Reentrant
+checkpointing runs a backward pass of its own inside the outer one, over leaf inputs whose hooks autograd may run before
+the last parameter's gradient is there; uses that begin in it end when that inner pass does.
+
+[Note: uses discovered by access]
+A module may read a weight that is not its own (``F.linear(h, self.emb.weight)``). Whoever notices (see
+:mod:`zerotune.models.access`) calls :meth:`UseWatcher.add_use`: from then on the unit belongs to the uses of the innermost
+watched module that was running.
 """
 
 from __future__ import annotations
@@ -17,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from zerotune.schedule import Phase
@@ -38,20 +50,34 @@ class UseListener(Protocol):
         """It ends."""
 
 
-class _Call:
-    """One call of a module that uses units. ``state`` is of the latest backward pass through it."""
+class _Scope:
+    """A watched module: its name, and the units that its calls use (more may be discovered)."""
 
-    __slots__ = ("backward", "is_open", "scope", "units")
+    __slots__ = ("name", "units")
 
-    def __init__(self, scope: str, units: tuple[int, ...]) -> None:
-        self.scope = scope
+    def __init__(self, name: str, units: tuple[int, ...]) -> None:
+        self.name = name
         self.units = units
+
+
+class _Call:
+    """One call of a watched module. ``units`` are those it announced, so that entry and exit agree."""
+
+    __slots__ = ("backward", "graph_task", "is_open", "phase", "scope", "units")
+
+    def __init__(self, scope: _Scope, phase: Phase) -> None:
+        self.scope = scope
+        self.phase = phase
+        self.units = scope.units
         self.backward = -1
         self.is_open = False
+        self.graph_task = -1
 
 
 class UseWatcher:
     """Hooks on a model that tell a listener which units are in use.
+
+    The root is always watched, so that whatever runs, runs inside a watched module.
 
     Args:
         root: The model.
@@ -63,14 +89,16 @@ class UseWatcher:
         self, root: nn.Module, uses: Mapping[nn.Module, tuple[str, tuple[int, ...]]], listener: UseListener
     ) -> None:
         self._listener = listener
-        self._calls: list[_Call] = []
+        self._calls: list[_Call] = []  # running forwards, innermost last
         self._open_backward: list[_Call] = []
         self._backward = 0
         self._in_backward = False
+        self._graph_tasks: set[int] = set()
         self._handles = [root.register_forward_pre_hook(self._begin_forward, with_kwargs=True)]
-        for module, (scope, units) in uses.items():
+        for module, (name, units) in {root: ("(root)", ()), **uses}.items():
+            scope = _Scope(name, units)
             self._handles.append(
-                module.register_forward_pre_hook(self._before_forward(scope, units), with_kwargs=True)
+                module.register_forward_pre_hook(self._before_forward(scope), with_kwargs=True)
             )
             self._handles.append(module.register_forward_hook(self._after_forward))
         self._handles.append(root.register_forward_hook(self._end_forward))
@@ -79,12 +107,27 @@ class UseWatcher:
         """A backward pass begins; hooks that fire from here on belong to it."""
         self._backward += 1
         self._in_backward = True
+        self._graph_tasks.clear()
 
     def end_backward(self) -> None:
         """It has returned: uses that are still open end now, the latest first."""
+        self._end_recomputation()
         while self._open_backward:
             self._exit_backward(self._open_backward[-1])
         self._in_backward = False
+
+    def add_use(self, unit: int) -> None:
+        """Count a unit among the uses of the innermost watched module that is running, now and from now on."""
+        call = self._open_backward[-1] if self._in_backward and not self._calls else self._calls[-1]
+        if unit not in call.scope.units:
+            call.scope.units = (*call.scope.units, unit)
+        if unit not in call.units:
+            call.units = (*call.units, unit)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a watched module runs, forward or backward."""
+        return bool(self._calls or self._open_backward)
 
     def reset(self) -> None:
         """Forget calls that an exception cut short."""
@@ -99,19 +142,28 @@ class UseWatcher:
         self._handles.clear()
         self.reset()
 
+    # -------------------------------------------------------------------------------------------------- forward
+
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._listener.begin_forward(module)
+        if not self._is_recomputing:
+            self._listener.begin_forward(module)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._listener.end_forward()
+        if not self._is_recomputing:
+            self._listener.end_forward()
 
-    def _before_forward(self, scope: str, units: tuple[int, ...]) -> Callable[..., None]:
+    @property
+    def _is_recomputing(self) -> bool:
+        return self._in_backward and torch._C._current_graph_task_id() != -1
+
+    def _before_forward(self, scope: _Scope) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            call = _Call(scope, units)
+            call = _Call(scope, Phase.RECOMPUTE if self._is_recomputing else Phase.FORWARD)
+            self._listener.enter(call.phase, scope.name, call.units)
             self._calls.append(call)
-            self._listener.enter(Phase.FORWARD, scope, units)
             if torch.is_grad_enabled():
-                inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+                # A leaf's hook may run before the last parameter's gradient is there (see [Note: recomputation]).
+                inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
                 if inputs:
                     register_multi_grad_hook(inputs, lambda grads: self._exit_backward(call), mode="all")
 
@@ -119,28 +171,49 @@ class UseWatcher:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         call = self._calls.pop()
-        self._listener.exit(Phase.FORWARD, call.scope, call.units)
+        self._listener.exit(call.phase, call.scope.name, call.units)
         if torch.is_grad_enabled():
             nodes = {t.grad_fn for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None}
             for node in nodes:
                 node.register_prehook(lambda grads: self._enter_backward(call))
+
+    # ------------------------------------------------------------------------------------------------- backward
 
     def _enter_backward(self, call: _Call) -> None:
         if call.backward == self._backward:
             return  # another output of the same call came first
         if not self._in_backward:
             raise RuntimeError("gradients are propagated outside the engine: call engine.backward(loss)")
+        self._end_recomputation()
         call.backward = self._backward
         call.is_open = True
+        call.graph_task = torch._C._current_graph_task_id()
+        call.units = call.scope.units
+        if call.graph_task not in self._graph_tasks:
+            task = call.graph_task
+            self._graph_tasks.add(task)
+            Variable._execution_engine.queue_callback(lambda: self._end_graph_task(task))
         self._open_backward.append(call)
-        self._listener.enter(Phase.BACKWARD, call.scope, call.units)
+        self._listener.enter(Phase.BACKWARD, call.scope.name, call.units)
 
     def _exit_backward(self, call: _Call) -> None:
         if not call.is_open:
             return
+        self._end_recomputation()
         call.is_open = False
         self._open_backward.remove(call)
-        self._listener.exit(Phase.BACKWARD, call.scope, call.units)
+        self._listener.exit(Phase.BACKWARD, call.scope.name, call.units)
+
+    def _end_graph_task(self, task: int) -> None:
+        """A backward pass, perhaps one inside another, has propagated everything: its uses end."""
+        for call in [c for c in reversed(self._open_backward) if c.graph_task == task]:
+            self._exit_backward(call)
+
+    def _end_recomputation(self) -> None:
+        """End recomputed forwards that were stopped early: nothing else runs a forward between backward events."""
+        while self._calls and self._calls[-1].phase is Phase.RECOMPUTE:
+            call = self._calls.pop()
+            self._listener.exit(call.phase, call.scope.name, call.units)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

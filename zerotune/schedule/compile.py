@@ -125,13 +125,14 @@ class _State:
     open_uses: dict[int, int] = field(default_factory=dict)
 
 
-def compile_schedule(trace: Trace, knobs: Knobs, layout: Layout) -> Schedule:
+def compile_schedule(trace: Trace, knobs: Knobs, layout: Layout, reduces: bool = True) -> Schedule:
     """Compile the schedule of one pass.
 
     Args:
         trace: Events of the pass.
         knobs: Resolved knobs (no ``auto``).
         layout: The model's units over N ranks.
+        reduces: Whether the pass reduces its gradients; otherwise they are left to accumulate where they are.
 
     Returns:
         A schedule that obeys the invariants of the design, the same on every rank.
@@ -141,7 +142,7 @@ def compile_schedule(trace: Trace, knobs: Knobs, layout: Layout) -> Schedule:
     """
     if not knobs.is_resolved:
         raise ValueError("knobs must be resolved before a schedule is compiled")
-    return _Compiler(trace, knobs, layout).compile()
+    return _Compiler(trace, knobs, layout).compile(reduces)
 
 
 class _Compiler:
@@ -158,11 +159,14 @@ class _Compiler:
         self.actions: list[list[Action]] = [[] for _ in trace.events]
         self.drops: list[list[int]] = [[] for _ in trace.events]  # units dropped at each exit, by policy
 
-    def compile(self) -> Schedule:
+    def compile(self, reduces: bool) -> Schedule:
         self._find_needs()
         self._decide_drops()
         self._place_gathers()
-        at_end, buckets = self._place_reductions()
+        at_end: list[Action] = []
+        buckets: tuple[Bucket, ...] = ()
+        if reduces and self.trace.has_backward:
+            at_end, buckets = self._place_reductions()
         return Schedule(
             trace=self.trace,
             actions=tuple(tuple(step) for step in self.actions),
@@ -345,7 +349,9 @@ class _Compiler:
                 following = self._next_need(unit, index)
                 if following is not None:
                     self.kept[unit] = following
-        self._make_room(0, until=None, step=step)  # what the open units were allowed beyond the bound ends here
+        self._make_room(
+            0, until=None, step=step
+        )  # what the open units were allowed beyond the bound ends here
         self._prefetch(index, step)
 
     def _drop(self, units: Sequence[int], step: list[Action]) -> None:
@@ -488,8 +494,6 @@ class _Compiler:
     # ------------------------------------------------------------------------------------------- reductions
 
     def _place_reductions(self) -> tuple[list[Action], tuple[Bucket, ...]]:
-        if not self.trace.has_backward:
-            return [], ()
         last_use: dict[int, int] = {}
         for index, event in enumerate(self.trace.events):
             if event.kind is EventKind.EXIT and event.phase is Phase.BACKWARD:

@@ -47,7 +47,7 @@ class OnDemand:
             unit
             for unit in event.units
             if unit not in self._persistent
-            and (event.phase is Phase.FORWARD or self._layout.units[unit].backward_needs_weights)
+            and (event.phase is not Phase.BACKWARD or self._layout.units[unit].backward_needs_weights)
         ]
 
     def after(self, event: Event, complete: Collection[int], open_uses: dict[int, int]) -> list[Action]:

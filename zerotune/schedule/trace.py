@@ -17,9 +17,10 @@ class EventKind(StrEnum):
 
 
 class Phase(StrEnum):
-    """What the units are used for."""
+    """What the units are used for. ``RECOMPUTE`` is a forward pass inside backward (activation checkpointing)."""
 
     FORWARD = "forward"
+    RECOMPUTE = "recompute"
     BACKWARD = "backward"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,17 +16,28 @@ from zerotune.checkpoints import FlatSlice
 from zerotune.config.errors import RunFailed, UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper, RankGroup, StepResult
+from zerotune.models.access import AccessWatch
 from zerotune.models.units import cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
 from zerotune.records import ByteClass, Ledger
-from zerotune.schedule import ParamRef, Schedule, resolve_knobs, slice_bounds
+from zerotune.schedule import Layout, ParamRef, ParamSize, Schedule, UnitSize, resolve_knobs, slice_bounds
 from zerotune.zero.comm import Communicator
 from zerotune.zero.executor import Executor
 from zerotune.zero.gatherer import Gatherer
-from zerotune.zero.optimizer import OptimizerFactory, optimizer_bytes, shard_optimizer, squared_norm
+from zerotune.zero.managed import ManagedParameters
+from zerotune.zero.optimizer import (
+    OptimizerFactory,
+    frozen_homes,
+    optimizer_bytes,
+    regroup,
+    shard_optimizer,
+    squared_norm,
+)
 from zerotune.zero.pool import BufferPool
 from zerotune.zero.reducer import Reducer
 from zerotune.zero.shards import ShardedParam, ShardStore
+
+logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -52,6 +65,8 @@ class ZeroEngine:
         group: The ranks. Default: the default group of ``torch.distributed``, or a single process.
         precision: ``fp32``, or ``bf16`` with fp32 master weights, gradients and optimizer state.
         clip_norm: Largest global 2-norm of the gradient; ``None`` for no clipping.
+        accumulate: ``reduce`` adds every micro-batch's gradients to the shards; ``local`` lets full gradients
+            accumulate on every rank and reduces them once per step. Stage 1 always does the latter.
 
     Raises:
         UsageError: Something in the model or the optimizer cannot work; the message names the parameter.
@@ -65,6 +80,7 @@ class ZeroEngine:
         group: RankGroup | None = None,
         precision: Literal["fp32", "bf16"] = "fp32",
         clip_norm: float | None = None,
+        accumulate: Literal["reduce", "local"] = "reduce",
     ) -> None:
         self.module = module
         self.group = group or RankGroup.default()
@@ -79,11 +95,17 @@ class ZeroEngine:
         self._comm = Communicator(self.group, self.ledger, self.knobs.overlap_comm)
         self._pool = BufferPool(self.group.device, self.ledger)
         self._agree_on_values()
-        units = cut_into_units(module, self.knobs.unit_size)
+        self._units = cut_into_units(module, self.knobs.unit_size)
         threshold = int(self.knobs.param_persistence_threshold)
-        self.layout = layout_of(units, self.group.size, threshold, self.knobs.stage)
+        self.layout = layout_of(self._units, self.group.size, threshold, self.knobs.stage)
         self.shards = ShardStore(
-            units, self.layout, self.group.rank, self.knobs.stage, self._dtype, self.group.device, self.ledger
+            self._units,
+            self.layout,
+            self.group.rank,
+            self.knobs.stage,
+            self._dtype,
+            self.group.device,
+            self.ledger,
         )
         if not self.shards.trainable:
             raise UsageError("the model has nothing to train: no parameter requires a gradient")
@@ -93,12 +115,23 @@ class ZeroEngine:
         self._reducer = Reducer(
             self.shards, self.layout, self._comm, self._pool, self.ledger, self._dtype, self._is_replicated
         )
-        self._executor = Executor(self.knobs, self.layout, self._gatherer, self._reducer)
+        self._accumulates_locally = accumulate == "local" or self.knobs.stage == 1
+        self._full_grad_bytes = 0
+        self._executor = Executor(
+            self.knobs,
+            self.layout,
+            self._gatherer,
+            self._reducer,
+            not self._accumulates_locally,
+            self._access_watch,
+            self._before_window,
+        )
+        self._frozen_homes = frozen_homes(optimizer, self.shards.params)
         self.optimizer = shard_optimizer(optimizer, self.shards.trainable)
         self._optimizer_bytes = 0
-        uses = {unit.module: (unit.label, (index,)) for index, unit in enumerate(units)}
+        uses = {unit.module: (unit.label, (index,)) for index, unit in enumerate(self._units)}
         self._watcher = UseWatcher(module, uses, self._executor)
-        self._requires_grad = [p.param.requires_grad for p in self.shards.params]
+        self._managed = ManagedParameters(module, self.shards.params)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._weight_sum = 0.0
         self.steps = 0
@@ -113,26 +146,35 @@ class ZeroEngine:
         with self._clean_on_error():
             return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, weight: float = 1.0) -> None:
+    def backward(
+        self, loss: torch.Tensor, weight: float = 1.0, *, retain_graph: bool = False, same_items: bool = False
+    ) -> None:
         """Add the gradients of a micro-batch.
 
         Args:
             loss: Scalar mean over the micro-batch's items.
             weight: Number of items it is the mean of. The step's gradient is that of ``sum(weight * loss) /
                 sum(weight)`` over all ranks and micro-batches, however items fall.
+            retain_graph: Keep the graph for another backward pass through it.
+            same_items: The loss is one more term over items that an earlier call counted (a second loss of the same
+                batch): its gradient is added, its weight is not counted again.
         """
         if loss.numel() != 1:
             raise UsageError(
                 f"the loss has shape {tuple(loss.shape)}", "reduce it to a scalar mean before backward"
             )
         self._loss_sum += loss.detach().to(torch.float64) * weight
-        self._weight_sum += weight
+        if not same_items:
+            self._weight_sum += weight
         with self._clean_on_error():
+            self._executor.begin_backward(self.module)
             self._watcher.begin_backward()
-            (loss * weight if weight != 1.0 else loss).backward()
+            (loss * weight if weight != 1.0 else loss).backward(retain_graph=retain_graph)
             self._watcher.end_backward()
-            self._check_requires_grad()
+            self._managed.check_unchanged()
             self._executor.end_backward()
+        if self._accumulates_locally:
+            self._count_full_gradients()
         self._executor.window_position += 1
 
     def step(self) -> StepResult:
@@ -142,9 +184,12 @@ class ZeroEngine:
             RunFailed: There was no backward pass, or the ranks ran different schedules.
         """
         self._executor.finish_open_passes()
-        self._reducer.drain()
         if self._executor.window_position == 0:
             raise RunFailed("step() without a backward pass before it")
+        if self._accumulates_locally:
+            self._executor.reduce_accumulated()
+            self._count_full_gradients()
+        self._reducer.drain()
         trainable = self.shards.trainable
         squares = squared_norm(trainable, self.group.size, self.group.rank, self._is_replicated)
         untouched = sum(1 for p in trainable if p.ref not in self._reducer.touched)
@@ -212,6 +257,20 @@ class ZeroEngine:
         for name, value in self.module.state_dict(keep_vars=True).items():
             state[name] = full[value] if value in full else value.detach().cpu().clone()
         return state
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside it every parameter is full on every rank, to be read (not written); a collective call, between steps."""
+        self.flush()
+        units = [u for u in range(len(self.layout.units)) if u not in self.layout.persistent_units]
+        for unit in units:
+            self._gatherer.gather((unit,), "read")
+            self._gatherer.wait((unit,))
+        try:
+            yield
+        finally:
+            self._gatherer.release(units)
+            self.flush()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The same as :meth:`full_state_dict`."""
@@ -328,7 +387,7 @@ class ZeroEngine:
     @property
     def schedules(self) -> list[Schedule]:
         """The schedules compiled so far, for inspection."""
-        return [schedule for orders in self._executor.book._orders.values() for schedule in orders]
+        return self._executor.book.schedules
 
     def close(self) -> None:
         """Take the hooks off the module and drop all storage; the module is left without parameters' values."""
@@ -362,13 +421,69 @@ class ZeroEngine:
                 self._comm.broadcast(contiguous, "setup")
                 tensor.detach().copy_(contiguous)
 
-    def _check_requires_grad(self) -> None:
-        for param, required in zip(self.shards.params, self._requires_grad, strict=True):
-            if param.param.requires_grad is not required:
-                raise UsageError(
-                    f"{param.name}: requires_grad changed after the engine was built",
-                    "build a new engine to freeze or thaw parameters",
-                )
+    def _before_window(self) -> None:
+        """Before the first forward of a window: is every parameter still managed, and which ones train?"""
+        self._managed.check_storages()
+        if not self._managed.has_changed():
+            return
+        self._managed.accept()
+        self._reducer.drain()
+        self.shards.allocate_grads()
+        if not self.shards.trainable:
+            raise UsageError("the model has nothing to train: no parameter requires a gradient any more")
+        self._frozen_homes.update(regroup(self.optimizer, self.shards.params, self._frozen_homes))
+        self._use_layout(
+            lambda ref, size: replace(size, trainable=self.shards[ref].param.requires_grad),
+            lambda index, unit: unit,
+        )
+
+    def _access_watch(self) -> AbstractContextManager[object]:
+        if self.knobs.stage < 3:
+            return nullcontext()  # nothing is ever released
+        owners = {p.rows.untyped_storage()._cdata: p.ref.unit for p in self.shards.params if not p.persistent}
+        return AccessWatch(owners, self._note_access)
+
+    def _note_access(self, unit: int) -> None:
+        """An operation reads a unit; if no hook announced it, this becomes a use that is announced from now on."""
+        if not self._executor.on_access(unit):
+            return
+        if self._watcher.is_running:
+            self._watcher.add_use(unit)
+            self._executor.hold(unit)
+            self._use_layout(
+                lambda ref, size: size,
+                lambda index, size: replace(size, backward_needs_weights=True) if index == unit else size,
+            )
+            return
+        logger.warning(
+            "%s is read outside of the model's forward pass (by a loss function?): it stays full on every rank",
+            self.layout.units[unit].name,
+        )
+        self._gatherer.keep_for_good(unit)
+        self._use_layout(
+            lambda ref, size: replace(size, persistent=True) if ref.unit == unit else size,
+            lambda index, size: size,
+        )
+
+    def _use_layout(
+        self, param: Callable[[ParamRef, ParamSize], ParamSize], unit: Callable[[int, UnitSize], UnitSize]
+    ) -> None:
+        """Go on with a layout whose parameters and units are changed by two functions."""
+        units = [
+            unit(
+                index,
+                replace(size, params=tuple(param(ParamRef(index, i), p) for i, p in enumerate(size.params))),
+            )
+            for index, size in enumerate(self.layout.units)
+        ]
+        self.layout = Layout(tuple(units), self.group.size)
+        self._executor.use_layout(self.layout)
+
+    def _count_full_gradients(self) -> None:
+        """Keep the ledger right about full gradients that wait for the step."""
+        now = sum(p.param.grad.nbytes for p in self.shards.params if p.param.grad is not None)
+        self.ledger.add(ByteClass.GRADIENT, now - self._full_grad_bytes)
+        self._full_grad_bytes = now
 
     def _unused_everywhere(self) -> set[ParamRef]:
         """Parameters that no rank used in this window: the optimizer leaves them alone, as it does in plain PyTorch."""

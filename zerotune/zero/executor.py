@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from zerotune.schedule import (
     OnDemand,
     PassKey,
     Phase,
+    Reason,
     Reduce,
     Release,
     Wait,
@@ -40,17 +42,45 @@ class Executor:
         layout: The model's units.
         gatherer: Carries out gathers and releases.
         reducer: Carries out reductions.
+        reduces_in_pass: Whether gradients are reduced in every pass; otherwise by :meth:`reduce_accumulated`.
+        watch_access: Makes the context in which reads of parameters are reported to :meth:`on_access`.
+        before_window: Called before the first pass of an accumulation window.
     """
 
-    def __init__(self, knobs: Knobs, layout: Layout, gatherer: Gatherer, reducer: Reducer) -> None:
+    def __init__(
+        self,
+        knobs: Knobs,
+        layout: Layout,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        reduces_in_pass: bool,
+        watch_access: Callable[[], AbstractContextManager[object]],
+        before_window: Callable[[], None],
+    ) -> None:
+        self._knobs = knobs
         self._gatherer = gatherer
         self._reducer = reducer
-        self._on_demand = OnDemand(knobs, layout)
-        self.book = ScheduleBook(knobs, layout)
+        self._reduces_in_pass = reduces_in_pass
+        self._watch_access = watch_access
+        self._before_window = before_window
+        self._watching: AbstractContextManager[object] | None = None
         self._passes: list[Pass] = []
         self._nested_forwards = 0
+        self._is_acting = False
         self.window_position = 0
         self.digests: list[str] = []
+        self.use_layout(layout)
+
+    def use_layout(self, layout: Layout) -> None:
+        """Go on with other sizes or flags: what was recorded under the old ones no longer holds."""
+        self.layout = layout
+        self._on_demand = OnDemand(self._knobs, layout)
+        self.book = ScheduleBook(self._knobs, layout, self._reduces_in_pass)
+        for current in self._passes:
+            if current.schedule is not None:
+                current.schedule = None
+                self._reducer.abandon()
+            current.is_regular = False
 
     # ------------------------------------------------------------------------------------- what hooks report
 
@@ -63,10 +93,12 @@ class Executor:
             return
         if current is not None and key.grad_enabled:
             return
-        candidates = self.book.candidates(key)
-        # Inside another pass some units may be live already, which no recorded order foresees.
-        follows = candidates[0] if candidates and current is None else None
-        self._passes.append(Pass(key, follows))
+        self._begin(key)
+
+    def begin_backward(self, module: nn.Module) -> None:
+        """Gradients are about to be propagated; without an open pass (a second backward) it is a pass of its own."""
+        if not self._passes:
+            self._begin(PassKey(True, module.training, self.window_position))
 
     def end_forward(self) -> None:
         """The root's forward has returned: a pass without gradients is over."""
@@ -100,29 +132,54 @@ class Executor:
             return
         self._do(self._on_demand.after(event, self._gatherer.complete, self._open_everywhere()))
 
+    def on_access(self, unit: int) -> bool:
+        """An operation is about to read a unit's parameters; off schedule only.
+
+        Returns:
+            Whether this is a use that no hook announced. The unit is complete by then, and open until whoever reads
+            it ends.
+        """
+        if self._is_acting or not self._passes or unit in self.layout.persistent_units:
+            return False
+        if self._open_everywhere().get(unit):
+            return False
+        self._do([Gather((unit,), Reason.DEMAND, "access"), Wait((unit,))])
+        return True
+
+    def hold(self, unit: int) -> None:
+        """Count a discovered use as open; the exit of the module that reads it closes it."""
+        current = self._passes[-1]
+        current.open_uses[unit] = current.open_uses.get(unit, 0) + 1
+
     # ----------------------------------------------------------------------------------- what the engine says
 
     def end_backward(self) -> None:
         """Backward has returned and every use is closed: reduce what is left and end the pass."""
         current = self._passes[-1]
-        if current.is_complete:
-            assert current.schedule is not None
-            self._do(current.schedule.at_end, current.schedule.buckets)
-            left = self._reducer.late()
-        else:
-            self._reducer.abandon()
-            left = self._reducer.uncollected()
-        if left:
-            buckets, actions = self._on_demand.reductions(left)
-            self._do(actions, buckets)
-        self._reducer.end_pass()
+        if self._reduces_in_pass:
+            if current.is_complete:
+                assert current.schedule is not None
+                self._do(current.schedule.at_end, current.schedule.buckets)
+                left = self._reducer.late()
+            else:
+                self._reducer.abandon()
+                left = self._reducer.uncollected()
+            if left:
+                buckets, actions = self._on_demand.reductions(left)
+                self._do(actions, buckets)
+            self._reducer.end_pass()
         self._finish()
+
+    def reduce_accumulated(self) -> None:
+        """Reduce the gradients that the window's passes left where they are."""
+        buckets, actions = self._on_demand.reductions(self._reducer.uncollected())
+        self._do(actions, buckets)
+        self._reducer.end_pass()
 
     def finish_open_passes(self) -> None:
         """End passes that had no backward: free what they hold."""
         while self._passes:
-            self._passes[-1].key = PassKey(False, False, -1)  # an unfinished pass is no order to learn
-            self._passes[-1].events.clear()
+            self._passes[-1].is_regular = False  # an unfinished pass is no order to learn
             self._finish()
 
     def passes_cut_short(self) -> None:
@@ -130,6 +187,7 @@ class Executor:
 
         Nothing is waited for here: on an error in one rank the others may never answer.
         """
+        self._stop_watching()
         self._passes.clear()
         self._nested_forwards = 0
 
@@ -141,10 +199,29 @@ class Executor:
 
     # ------------------------------------------------------------------------------------------------ inside
 
+    def _begin(self, key: PassKey) -> None:
+        if not self._passes and key.window_position == 0:
+            self._before_window()
+        # Inside another pass some units may be live already, which no recorded order foresees.
+        candidates = [] if self._passes else self.book.candidates(key)
+        self._passes.append(Pass(key, candidates[0] if candidates else None))
+        if not candidates:
+            self._start_watching()
+
+    def _start_watching(self) -> None:
+        if self._watching is None:
+            self._watching = self._watch_access()
+            self._watching.__enter__()
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            watching, self._watching = self._watching, None
+            watching.__exit__(None, None, None)
+
     def _current(self, scope: str) -> Pass:
         if not self._passes:
             raise RuntimeError(
-                f"{scope or 'the root'} is used outside a forward pass of the whole model: call the engine, not a part of it"
+                f"{scope} is used outside a forward pass of the whole model: call the engine, not a part of it"
             )
         return self._passes[-1]
 
@@ -155,17 +232,19 @@ class Executor:
     def _finish(self) -> None:
         current = self._passes.pop()
         self.digests.append(current.digest())
-        outer = self._passes[-1] if self._passes else None
-        if outer is None:
-            self._gatherer.release_all()
-            if current.is_complete and current.schedule is not None:
-                self.book.reuse(current.key, current.schedule)
-            elif current.events:
-                self.book.learn(current.key, current.events)
+        if self._passes:
+            # Inside another pass: free only what that one does not use; its next entries gather what it misses.
+            open_units = self._open_everywhere()
+            self._gatherer.release(
+                [unit for unit in sorted(self._gatherer.complete) if not open_units.get(unit)]
+            )
             return
-        # Inside another pass: free only what that one does not use; its next entries gather what it misses.
-        open_units = self._open_everywhere()
-        self._gatherer.release([unit for unit in sorted(self._gatherer.complete) if not open_units.get(unit)])
+        self._stop_watching()
+        self._gatherer.release_all()
+        if current.is_complete and current.schedule is not None:
+            self.book.reuse(current.key, current.schedule)
+        elif current.events and current.is_regular:
+            self.book.learn(current.key, current.events)
 
     def _open_everywhere(self) -> dict[int, int]:
         if len(self._passes) == 1:
@@ -177,17 +256,21 @@ class Executor:
         return total
 
     def _do(self, actions: Iterable[Action], buckets: tuple[Bucket, ...] = ()) -> None:
-        for action in actions:
-            match action:
-                case Gather(units=units, purpose=purpose):
-                    self._gatherer.gather(units, purpose)
-                case Wait(units=units):
-                    self._gatherer.wait(units)
-                case Release(units=units):
-                    self._gatherer.release(units)
-                case Collect(bucket=bucket, params=params):
-                    self._reducer.collect(bucket, buckets[bucket], params)
-                case Reduce(bucket=bucket):
-                    self._reducer.reduce(bucket)
-                case Drain(keep=keep):
-                    self._reducer.drain(keep)
+        self._is_acting = True
+        try:
+            for action in actions:
+                match action:
+                    case Gather(units=units, purpose=purpose):
+                        self._gatherer.gather(units, purpose)
+                    case Wait(units=units):
+                        self._gatherer.wait(units)
+                    case Release(units=units):
+                        self._gatherer.release(units)
+                    case Collect(bucket=bucket, params=params):
+                        self._reducer.collect(bucket, buckets[bucket], params)
+                    case Reduce(bucket=bucket):
+                        self._reducer.reduce(bucket)
+                    case Drain(keep=keep):
+                        self._reducer.drain(keep)
+        finally:
+            self._is_acting = False

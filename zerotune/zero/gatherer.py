@@ -85,6 +85,16 @@ class Gatherer:
                 self._ledger.add(ByteClass.FULL, -sharded.full_bytes)
                 self._ledger.add_live(-(sharded.flat.numel() * self._ranks))
 
+    def keep_for_good(self, unit: int) -> None:
+        """Make a complete unit persistent: it is never released again, and refreshed with the persistent ones."""
+        assert unit in self.complete
+        self.complete.discard(unit)
+        sharded = self._shards.units[unit]
+        self._ledger.add_live(-(sharded.flat.numel() * self._ranks))
+        for param in sharded.gathered:
+            param.persistent = True
+            self._shards.persistent.append(param)
+
     def release_all(self) -> None:
         """Free everything that is live; gathers that nobody waited for are waited for and dropped."""
         for flight in list(dict.fromkeys(self.in_flight.values())):

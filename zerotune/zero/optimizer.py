@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerotune.config.errors import UsageError
+from zerotune.schedule import ParamRef
 from zerotune.zero.shards import ShardedParam
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -68,6 +69,52 @@ def shard_optimizer(
             "add it to a group, or set requires_grad=False on it",
         )
     return optimizer
+
+
+def frozen_homes(
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None, params: Iterable[ShardedParam]
+) -> dict[ParamRef, int]:
+    """Group of each frozen parameter that an optimizer lists, so that it finds its group when it is thawed."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return {}
+    by_identity = {p.param: p.ref for p in params if not p.param.requires_grad}
+    return {
+        by_identity[param]: number
+        for number, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if param in by_identity
+    }
+
+
+def regroup(
+    optimizer: torch.optim.Optimizer, params: Iterable[ShardedParam], homes: Mapping[ParamRef, int]
+) -> dict[ParamRef, int]:
+    """Make the groups hold the slices of exactly the parameters that train now.
+
+    What was frozen keeps its state for the day it is thawed; what is thawed joins the group that it was listed in, else
+    the last one.
+
+    Args:
+        optimizer: Over slices.
+        params: All parameters.
+        homes: Groups of frozen parameters, where known.
+
+    Returns:
+        Groups of the parameters that have left one now.
+    """
+    params = list(params)
+    current = {
+        master: number for number, group in enumerate(optimizer.param_groups) for master in group["params"]
+    }
+    left = {p.ref: current[p.master] for p in params if p.master in current and not p.param.requires_grad}
+    last = len(optimizer.param_groups) - 1
+    for group in optimizer.param_groups:
+        group["params"] = []
+    for param in params:
+        if param.param.requires_grad:
+            number = current.get(param.master, homes.get(param.ref, last))
+            optimizer.param_groups[number]["params"].append(param.master)
+    return left
 
 
 def squared_norm(params: Iterable[ShardedParam], ranks: int, rank: int, replicated: bool) -> torch.Tensor:

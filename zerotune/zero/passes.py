@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from zerotune.config.knobs import Knobs
-from zerotune.schedule import Event, EventKind, Layout, PassKey, Phase, Schedule, Trace, compile_schedule
+from zerotune.schedule import Event, EventKind, Layout, PassKey, Schedule, Trace, compile_schedule
 
 MAX_RECORDED_EVENTS = 200_000
 """A pass longer than this (many forwards without a backward) is not recorded: it follows the on-demand policy."""
@@ -22,12 +22,19 @@ class ScheduleBook:
     Args:
         knobs: Resolved knobs.
         layout: The model's units.
+        reduces: Whether passes reduce their gradients.
     """
 
-    def __init__(self, knobs: Knobs, layout: Layout) -> None:
+    def __init__(self, knobs: Knobs, layout: Layout, reduces: bool = True) -> None:
         self._knobs = knobs
         self._layout = layout
+        self._reduces = reduces
         self._orders: dict[PassKey, list[Schedule]] = {}
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """All of them, each once."""
+        return list({id(order): order for orders in self._orders.values() for order in orders}.values())
 
     def candidates(self, key: PassKey) -> list[Schedule]:
         """Schedules that a pass may follow: of its own kind, else of another position in the window."""
@@ -55,7 +62,7 @@ class ScheduleBook:
             if order.trace.events == trace.events:
                 orders.insert(0, orders.pop(position))
                 return order
-        schedule = compile_schedule(trace, self._knobs, self._layout)
+        schedule = compile_schedule(trace, self._knobs, self._layout, self._reduces)
         orders.insert(0, schedule)
         del orders[MAX_ORDERS_PER_KEY:]
         return schedule
@@ -70,20 +77,16 @@ class Pass:
         schedule: What it follows; ``None`` once it has left every recorded order.
         events: What has happened so far.
         open_uses: Uses of each unit that are open.
-        has_begun_backward: Whether gradients are being propagated.
         next_event: Index of the next event of ``schedule``.
+        is_regular: Whether its order may be recorded: no use was discovered in its middle.
     """
 
     key: PassKey
     schedule: Schedule | None
     events: list[Event] = field(default_factory=list)
     open_uses: dict[int, int] = field(default_factory=dict)
-    has_begun_backward: bool = False
     next_event: int = 0
-
-    @property
-    def has_left(self) -> bool:
-        return self.schedule is None
+    is_regular: bool = True
 
     @property
     def is_complete(self) -> bool:
@@ -105,8 +108,6 @@ class Pass:
         for unit in event.units:
             change = 1 if event.kind is EventKind.ENTER else -1
             self.open_uses[unit] = self.open_uses.get(unit, 0) + change
-        if event.phase is Phase.BACKWARD:
-            self.has_begun_backward = True
         if self.schedule is None:
             return None
         expected = self.schedule.trace.events

@@ -1,0 +1,73 @@
+"""Is the model still the one that was taken over? What users do to parameters behind the engine's back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from zerotune.config.errors import UsageError
+from zerotune.zero.shards import ShardedParam
+
+
+class ManagedParameters:
+    """Checks, once per accumulation window, that every parameter is managed, and which ones train.
+
+    Args:
+        module: The model.
+        params: What the engine manages.
+    """
+
+    def __init__(self, module: nn.Module, params: Sequence[ShardedParam]) -> None:
+        self._module = module
+        self._params = params
+        self._storages = {p.param: p.rows.untyped_storage()._cdata for p in params}
+        self._requires_grad = self._flags()
+
+    def check_storages(self) -> None:
+        """Refuse parameters that were added, replaced, moved or cast after set-up.
+
+        Raises:
+            UsageError: Names the parameter.
+        """
+        for param in self._module.parameters():
+            storage = self._storages.get(param)
+            if storage is None:
+                raise UsageError(
+                    f"{self._name(param)} was added to the model after the engine was built, and is not managed",
+                    "add it before, or build a new engine",
+                )
+            if param.untyped_storage()._cdata != storage:
+                raise UsageError(
+                    f"{self._name(param)} was moved, cast or assigned after the engine was built",
+                    "call .to() and assign .data before, or use engine.load_state_dict",
+                )
+
+    def has_changed(self) -> bool:
+        """Whether parameters were frozen or thawed since the last :meth:`accept`."""
+        return self._flags() != self._requires_grad
+
+    def accept(self) -> None:
+        """Take the present flags as the ones to compare with."""
+        self._requires_grad = self._flags()
+
+    def check_unchanged(self) -> None:
+        """Refuse a change of ``requires_grad`` within an accumulation window.
+
+        Raises:
+            UsageError: Names the parameter.
+        """
+        for param, required in zip(self._params, self._requires_grad, strict=True):
+            if param.param.requires_grad is not required:
+                raise UsageError(
+                    f"{param.name}: requires_grad changed within an accumulation window",
+                    "freeze and thaw between step() and the next forward",
+                )
+
+    def _flags(self) -> list[bool]:
+        return [p.param.requires_grad for p in self._params]
+
+    def _name(self, wanted: nn.Parameter) -> str:
+        return next(
+            (name for name, param in self._module.named_parameters() if param is wanted), "a parameter"
+        )
