@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.builders import MIB
+from tests.builders import MIB, make_run
 from tests.cli.running import Folder, make_folder
 from tests.search.fakes import Point, fail
 from zerotune.cli.interrupts import Interrupted
@@ -15,6 +15,7 @@ from zerotune.config.errors import ExitCode
 from zerotune.config.load import load_job
 from zerotune.config.schema import JobConfig
 from zerotune.records import RunKind, Status
+from zerotune.records.events import SearchStarted, TrialFinished, TrialProgress, TrialStarted
 
 
 def surface(job: JobConfig) -> Point:
@@ -231,11 +232,58 @@ def test_the_live_table_shows_the_running_trial_and_the_best(
         "warmup 1/3",
         "best so far: trial",
         "ETA",
+        "trial 3 (sampler): ",
+        "  starting",
+        "the defaults",
         "round 2 of 2",
         "3/4",
     ):
         assert part in text
     assert "no feasible trial yet" in seen[0]
+
+
+def test_the_live_table_leaves_room_for_what_is_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich would cut the bar and the running trial, which are at the bottom of a screen that is too small."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=16, color_system=None)
+    view = LiveSearch(console)
+    now = [0.0]
+    monkeypatch.setattr("zerotune.cli.live.time.monotonic", lambda: now[0])
+    started = {
+        "study": "s",
+        "trials": 9,
+        "finished": 0,
+        "ranks": 2,
+        "objective": "throughput",
+        "space": "default",
+    }
+    view.show(SearchStarted(**started, memory_budget=None, time_budget=None, spent_seconds=0.0))
+    changes = dict.fromkeys(
+        ("unit_size", "prefetch_distance", "allgather_bucket_size", "a", "b"), "123456789"
+    )
+    for number in range(8):
+        run = make_run(f"t-{number}", number=number)
+        view.show(
+            TrialFinished(
+                run=run,
+                changes=changes,
+                finished=number + 1,
+                trials=9,
+                eta_seconds=75.0,
+                best=run,
+                baseline=None,
+            )
+        )
+    view.show(TrialStarted(run_id="t-8", number=8, source="sampler", changes=changes))
+    view.show(TrialProgress(run_id="t-8", phase="measure", step=3, steps=10, tokens_per_second=1234.0))
+    lines = [line.rstrip() for line in "".join(s.text for s in console.render(view._render())).splitlines()]
+    assert 8 <= len(lines) < 16
+    text = "\n".join(lines)
+    assert "8/9  ETA 1 min 15 s" in text and "measure 3/10  1,234 tok/s" in text
+    assert any(line.startswith("7 ") for line in lines) and not any(line.startswith("0 ") for line in lines)
+    now[0] = 70.0
+    assert "ETA 5 s" in "".join(s.text for s in console.render(view._render()))
+    now[0] = 80.0
+    assert "ETA" not in "".join(s.text for s in console.render(view._render()))
 
 
 def test_confirmations_are_in_the_store(folder: Folder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, Self
@@ -24,10 +25,10 @@ from zerotune.records.events import (
     TrialProgress,
     TrialStarted,
 )
-from zerotune.report.format import duration, memory
+from zerotune.report.format import duration, eta, memory
 
 _ROWS = 12
-"""Finished trials that the live table shows, the latest ones."""
+"""Finished trials that the live table shows at most: the latest ones, as many as there is room for."""
 
 
 class SearchView(AbstractContextManager["SearchView"], Protocol):
@@ -93,9 +94,8 @@ class PlainSearch:
                 self._line(self._finished(event))
             case ConfirmationProgress() if event.round != self._round:
                 self._round = event.round
-                self._line(
-                    f"confirming in turns: round {event.round} of {event.rounds}, ETA {duration(event.eta_seconds)}"
-                )
+                left = f", {eta(event.eta_seconds)}" if event.eta_seconds else ""
+                self._line(f"confirming in turns: round {event.round} of {event.rounds}{left}")
 
     def _finished(self, event: TrialFinished) -> str:
         run = event.run
@@ -103,10 +103,8 @@ class PlainSearch:
         if run.measurement is not None:
             rate = run.measurement.tokens_per_second.value
             figures = f"  {rate:,.0f} tok/s  {memory(run.measurement.peak_memory_bytes)}"
-        return (
-            f"[{event.finished}/{event.trials}] {run.run_id} {outcome(run)}{figures}  {knobs(event.changes)}"
-            f"  (ETA {duration(event.eta_seconds)})"
-        )
+        left = f"  ({eta(event.eta_seconds)})" if event.eta_seconds is not None else ""
+        return f"[{event.finished}/{event.trials}] {run.run_id} {outcome(run)}{figures}  {knobs(event.changes)}{left}"
 
     def _line(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -122,6 +120,7 @@ class LiveSearch:
         self._running: TrialStarted | None = None
         self._progress: TrialProgress | None = None
         self._confirming: ConfirmationProgress | None = None
+        self._end: float | None = None
         self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
 
     def __enter__(self) -> Self:
@@ -146,24 +145,43 @@ class LiveSearch:
                 self._progress = event
             case TrialFinished():
                 self._finished.append(event)
+                self._expect(event.eta_seconds)
                 self._running = self._progress = None
             case ConfirmationProgress():
                 self._confirming = event
+                self._expect(event.eta_seconds)
             case SearchFinished():
                 self._confirming = None
+
+    def _expect(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def _eta(self) -> str:
+        """Counts down between events; an expectation that is overrun says nothing."""
+        left = None if self._end is None else self._end - time.monotonic()
+        return eta(left) if left is None or left > 0 else ""
 
     # ----------------------------------------------------------------------------------------------- rendering
 
     def _render(self) -> RenderableType:
-        return Group(self._table(), self._bar(), self._best(), self._now())
+        below = Group(self._bar(), self._best(), self._now())
+        # Rich cuts at the bottom what is higher than the screen, and there is what matters most.
+        room = self._console.height - self._height(below) - 1
+        rows = min(_ROWS, len(self._finished))
+        while rows > 0 and self._height(self._table(rows)) > room:
+            rows -= 1
+        return Group(self._table(rows), below) if rows else below
 
-    def _table(self) -> Table:
+    def _height(self, part: RenderableType) -> int:
+        return len(self._console.render_lines(part))
+
+    def _table(self, rows: int) -> Table:
         table = Table(box=None, pad_edge=False, header_style="bold")
         for name in ("#", "tok/s", "peak"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("outcome", no_wrap=True)
         table.add_column("knobs that differ from the baseline", overflow="fold")
-        for event in self._finished[-_ROWS:]:
+        for event in self._finished[-rows:]:
             run, measured = event.run, event.run.measurement
             is_best = event.run.run_id == getattr(self._finished[-1].best, "run_id", None)
             table.add_row(
@@ -185,13 +203,12 @@ class LiveSearch:
             TextColumn("{task.completed:.0f}/{task.total:.0f}  {task.fields[eta]}"),
         )
         if self._confirming is not None:
-            eta = f"ETA {duration(self._confirming.eta_seconds)}"
-            bar.add_task("confirming", completed=self._confirming.done, total=self._confirming.total, eta=eta)
+            done, total = self._confirming.done, self._confirming.total
+            bar.add_task("confirming in turns", completed=done, total=total, eta=self._eta())
         else:
             last = self._finished[-1] if self._finished else None
             done = last.finished if last else self._started.finished
-            eta = f"ETA {duration(last.eta_seconds)}" if last else ""
-            bar.add_task("trials", completed=done, total=self._started.trials, eta=eta)
+            bar.add_task("trials", completed=done, total=self._started.trials, eta=self._eta())
         return bar
 
     def _best(self) -> Text:
@@ -201,7 +218,9 @@ class LiveSearch:
         rate = best.measurement.tokens_per_second.value
         text = f"best so far: trial {best.trial_number}, {rate:,.0f} tok/s, {memory(best.measurement.peak_memory_bytes)}"
         baseline = self._finished[-1].baseline
-        if baseline is not None and baseline.measurement is not None:
+        if best.is_baseline:
+            text += ", the defaults"
+        elif baseline is not None and baseline.measurement is not None:
             text += f", {rate / baseline.measurement.tokens_per_second.value:.2f}x the baseline (unconfirmed)"
         return Text(text)
 
@@ -212,9 +231,12 @@ class LiveSearch:
         if self._running is None:
             return Text("")
         text = f"trial {self._running.number} ({self._running.source}): {knobs(self._running.changes)}"
-        if (now := self._progress) is not None:
-            steps = f"/{now.steps}" if now.steps else ""
-            text += f"  {now.phase} {now.step}{steps}"
+        now = self._progress
+        if now is None:
+            text += "  starting"
+        else:
+            steps = f" {now.step}/{now.steps}" if now.steps else ""
+            text += f"  {now.phase}{steps}"
             if now.tokens_per_second is not None:
                 text += f"  {now.tokens_per_second:,.0f} tok/s"
         return Text(text, style="cyan")

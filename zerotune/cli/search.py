@@ -311,8 +311,10 @@ def _print_verdict(
     lines.append(f"took {format.duration(result.wall_seconds)}, all sessions together")
     file = "" if model == Path("model.yaml") else f" {shlex.quote(str(model))}"
     lines.append(f"next: zerotune launch{file}{placement_arguments(placement)}")
-    for line in lines:
-        out().print(line, markup=False, soft_wrap=True)
+    console = out()
+    for number, line in enumerate(lines):
+        # Words of the verdict may wrap; a path or a command is to be copied.
+        console.print(line, markup=False, soft_wrap=number > 0)
 
 
 def _print_json(result: SearchResult, rows: list[Row], path: Path | None) -> None:

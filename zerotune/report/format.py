@@ -69,6 +69,13 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
+def eta(seconds: float | None) -> str:
+    """``ETA 45 s``, in whole seconds; empty where nothing is known."""
+    if seconds is None:
+        return ""
+    return f"ETA {duration(seconds) if seconds >= 10 else f'{seconds:.0f} s'}"
+
+
 def setting(value: object) -> str:
     """A value of a configuration as one writes it in model.yaml."""
     match value:

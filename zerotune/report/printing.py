@@ -121,7 +121,7 @@ def _print_stacked(console: Console, table: Sheet, width: int) -> None:
         parts.append(Text(""))
         for caption in str(table.caption).splitlines():
             parts += [Text(line, style="table.caption") for line in _wrapped(caption, width, "", "  ")]
-        parts.append(Text(""))
+    parts.append(Text(""))
     _print(console, parts)
 
 
