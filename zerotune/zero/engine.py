@@ -21,6 +21,7 @@ from zerotune.models.units import cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
 from zerotune.records import ByteClass, Ledger
 from zerotune.schedule import Layout, ParamRef, ParamSize, Schedule, UnitSize, resolve_knobs, slice_bounds
+from zerotune.zero.checkpointing import CheckpointMixin
 from zerotune.zero.comm import Communicator
 from zerotune.zero.executor import Executor
 from zerotune.zero.gatherer import Gatherer
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class ZeroEngine:
+class ZeroEngine(CheckpointMixin):
     """A model trained under ZeRO on the ranks of a group.
 
     The module is taken over: its parameters stay its own, but outside of a forward or backward pass their storage is

@@ -1,0 +1,189 @@
+"""What checkpoints ask of the engine beside its slices: the open window, small values, the model's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from zerotune import checkpoints
+from zerotune.checkpoints import Checkpointable, FlatSlice, RankWindow, Weight
+from zerotune.config.errors import UsageError
+from zerotune.engine import RankGroup
+from zerotune.zero.executor import Executor
+from zerotune.zero.reducer import Reducer
+from zerotune.zero.shards import ShardedParam, ShardStore
+
+
+class CheckpointMixin:
+    """The part of :class:`~zerotune.zero.engine.ZeroEngine` that saves and loads."""
+
+    module: nn.Module
+    group: RankGroup
+    optimizer: torch.optim.Optimizer
+    shards: ShardStore
+    steps: int
+    _executor: Executor
+    _reducer: Reducer
+    _loss_sum: torch.Tensor
+    _weight_sum: float
+
+    _begin_window: Callable[[], None]
+    _count_full_gradients: Callable[[], None]
+    _full_master: Callable[[ShardedParam], torch.Tensor]
+    _real_part: Callable[[ShardedParam, torch.Tensor], FlatSlice]
+
+    @property
+    def _as_saved(self) -> Checkpointable:
+        return cast(Checkpointable, self)
+
+    def save(
+        self,
+        folder: str | Path,
+        step: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = True,
+    ) -> Path | None:
+        """Save parameters, optimizer, random states and the open accumulation window; a collective call.
+
+        Args:
+            folder: Folder of checkpoints, on storage that all ranks share.
+            step: Number to save it under. Default: the steps taken.
+            extra: More to keep with it, as JSON: the state of a scheduler or of the data, say.
+            wait: ``False`` writes in the background; what goes wrong is raised by the next save or by
+                :meth:`finish_save`.
+
+        Returns:
+            Path of the checkpoint; ``None`` without ``wait``.
+
+        Raises:
+            RunFailed: It could not be written; every rank raises.
+        """
+        step = self.steps if step is None else step
+        if wait:
+            return checkpoints.save(self._as_saved, folder, step, extra)
+        checkpoints.begin_save(self._as_saved, folder, step, extra)
+        return None
+
+    def finish_save(self) -> Path | None:
+        """Wait for a save in the background; a collective call. Returns its path, or ``None`` if there was none."""
+        return checkpoints.finish_save(self._as_saved)
+
+    def load(self, folder: str | Path, restart_window: bool = False) -> dict[str, Any]:
+        """Load the newest complete checkpoint of a folder, or the one named; a collective call.
+
+        Args:
+            folder: Where :meth:`save` saved, on any number of ranks and at any stage.
+            restart_window: Go back to the first micro-batch of a window that was saved half-way.
+
+        Returns:
+            The ``extra`` that was saved; :attr:`steps` says how many steps it has taken.
+
+        Raises:
+            UsageError: There is none, or it does not fit.
+        """
+        return checkpoints.load(self._as_saved, folder, restart_window)[1]
+
+    # --------------------------------------------------------------------- what zerotune.checkpoints asks for
+
+    def optimizer_values(self) -> dict[str, dict[str, Any]]:
+        """Optimizer state that is no tensor, by parameter."""
+        values = {}
+        for param in self.shards.params:
+            state = self.optimizer.state.get(param.master, {})
+            plain = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+            if plain:
+                values[param.name] = plain
+        return values
+
+    def set_optimizer_values(self, values: dict[str, dict[str, Any]]) -> None:
+        """Load what :meth:`optimizer_values` gave."""
+        for param in self.shards.params:
+            if param.name in values:
+                self.optimizer.state[param.master].update(values[param.name])
+
+    def engine_values(self) -> dict[str, Any]:
+        """Small state that shapes the next step."""
+        return {}
+
+    def set_engine_values(self, values: dict[str, Any]) -> None:
+        """Load what :meth:`engine_values` gave."""
+
+    def window(self) -> tuple[int, RankWindow]:
+        """Micro-batches in the open window, none of whose reductions is under way, and this rank's part of its sums."""
+        self._executor.finish_open_passes()
+        self._reducer.drain()
+        trainable = self.shards.trainable
+        return self._executor.window_position, RankWindow(
+            loss=float(self._loss_sum),
+            weight=self._weight_sum,
+            untouched=[param.name for param in trainable if param.ref not in self._reducer.touched],
+            held=[param.name for param in trainable if param.param.grad is not None],
+        )
+
+    def set_window(self, position: int, mine: RankWindow | None, summed: Iterable[str]) -> None:
+        """Drop the open window and begin another, with sums that are loaded next; empty if ``position`` is 0."""
+        self._begin_window()
+        held, kept = set(mine.held if mine else ()), set(summed)
+        for param in self.shards.params:
+            param.param.grad = torch.zeros_like(param.param) if param.name in held else None
+            param.has_grad = param.name in kept
+        self._count_full_gradients()
+        if mine is None:
+            return
+        self._executor.window_position = position
+        self._loss_sum.fill_(mine.loss)
+        self._weight_sum = mine.weight
+        untouched = set(mine.untouched)
+        self._reducer.touched.update(p.ref for p in self.shards.trainable if p.name not in untouched)
+
+    def window_gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the window's gradient sums, and its full gradients that are not reduced yet."""
+        state: dict[str, torch.Tensor] = {}
+        for param in self.shards.params:
+            if param.has_grad:
+                if param.grad is None:
+                    raise UsageError(
+                        f"the checkpoint has a gradient of {param.name}, which is frozen here",
+                        "load it with restart_window=True",
+                    )
+                state[f"gradient/{param.name}"] = self._real_part(param, param.grad)
+            if param.param.grad is not None:
+                state[f"held-gradient/{self.group.rank}/{param.name}"] = param.param.grad
+        return state
+
+    def weights(self) -> list[Weight]:
+        """What the model's ``state_dict()`` holds, in its order."""
+        managed: dict[Any, ShardedParam] = {param.param: param for param in self.shards.params}
+        seen: dict[Any, str] = {}
+        weights = []
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor):
+                raise UsageError(f"{name} is extra state of a module, not a tensor; it can not be exported")
+            identity = value if value in managed else _memory_of(value, name)
+            first = seen.setdefault(identity, name)
+            param = managed.get(value)
+            weights.append(
+                Weight(
+                    name=name,
+                    shape=tuple(value.shape),
+                    dtype=str(torch.float32 if param is not None else value.dtype).removeprefix("torch."),
+                    key=None if first != name else f"model/{param.name}" if param else f"buffer/{name}",
+                    same_as=first if first != name else None,
+                )
+            )
+        return weights
+
+    def full_parameter(self, name: str) -> torch.Tensor:
+        """One parameter, full, fp32, on the CPU; collective."""
+        return self._full_master(next(param for param in self.shards.params if param.name == name))
+
+
+def _memory_of(buffer: torch.Tensor, name: str) -> tuple[Any, ...]:
+    """What is the same for two names of one buffer."""
+    if buffer.numel() == 0:
+        return (name,)
+    return (buffer.data_ptr(), tuple(buffer.shape), buffer.stride(), buffer.dtype)
