@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import optuna
 import pytest
 
 from tests.builders import make_cluster, make_workload
@@ -74,7 +75,16 @@ class Bench:
 
 
 @pytest.fixture
-def bench(store: Store, tmp_path: Path) -> Bench:
+def real_bench(store: Store, tmp_path: Path) -> Bench:
+    """Everything in the database, as it is for users."""
+    return Bench(store, tmp_path)
+
+
+@pytest.fixture
+def bench(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """The sampler's trials in memory, which is most of what a search over a fake surface costs; rows in the store."""
+    trials = optuna.storages.InMemoryStorage()
+    monkeypatch.setattr(store, "open_optuna_storage", lambda: trials)
     return Bench(store, tmp_path)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import optuna
@@ -25,7 +27,12 @@ from zerotune.search.configuration import canonical_key
 from zerotune.store.location import file_url
 from zerotune.store.store import Store
 
-TRIALS = 8
+TRIALS = 6
+
+
+@pytest.fixture
+def bench(real_bench: Bench) -> Bench:
+    return real_bench
 
 
 class Stops(FakeWorkers):
@@ -101,6 +108,28 @@ def test_trials_are_a_total_that_can_be_raised(bench: Bench) -> None:
     check(bench.store, result.study, 7)
 
 
+def test_what_was_measured_in_turns_is_kept_until_another_trial_is_added(bench: Bench) -> None:
+    result, workers = bench(plan_of(make_job(trials=4)), surface)
+    study = bench.store.get_study(result.study)
+    assert study.confirmed == result.confirmed and len(study.confirmed) == 4
+    assert study.best == study.confirmed[0].run_id and study.speedup == study.confirmed[0].speedup
+    assert [each.is_reference for each in study.confirmed].count(True) == 1
+    again = [spec.job for spec in workers.specs if not spec.profile_memory]
+    assert again[4:] == again[:4][::-1], "every second round runs backwards"
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.search(plan_of(make_job(trials=6)), stops(1))
+    assert bench.store.get_study(result.study) == study.model_copy(
+        update={"trials_wanted": 6, "wall_seconds": bench.store.get_study(result.study).wall_seconds}
+    ), "nothing was added yet"
+    with pytest.raises(KeyboardInterrupt):
+        bench.search(plan_of(make_job(trials=6)), stops(2))
+    study = bench.store.get_study(result.study)
+    assert (study.best, study.speedup, study.confirmed) == (None, None, []), "an answer covers every trial"
+    result, _ = bench(plan_of(make_job(trials=6)), surface)
+    assert bench.store.get_study(result.study).confirmed == result.confirmed != []
+
+
 def test_time_is_a_total_too(bench: Bench) -> None:
     plan = plan_of(make_job(trials=10, time=0.001))
     result, workers = bench(plan, surface)
@@ -153,7 +182,7 @@ def test_rows_of_live_drivers_are_left_alone(bench: Bench) -> None:
 
 
 def slow(job: JobConfig) -> Point:
-    time.sleep(0.15)
+    time.sleep(0.1)
     return surface(job)
 
 
@@ -165,9 +194,11 @@ def drive(folder: str) -> None:
         )
 
 
-def start_driver(folder: Path) -> subprocess.Popen[bytes]:
-    code = f"from tests.search.test_resume import drive; drive({str(folder)!r})"
-    return subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+def start_driver(folder: Path) -> BaseProcess:
+    """A process of its own, forked: importing everything anew would take longer than the search."""
+    driver = multiprocessing.get_context("fork").Process(target=drive, args=(str(folder),), daemon=True)
+    driver.start()
+    return driver
 
 
 def wait_for_trials(store: Store, wanted: int) -> None:
@@ -178,12 +209,17 @@ def wait_for_trials(store: Store, wanted: int) -> None:
 
 
 def test_after_kill_9_nothing_is_lost_and_nothing_repeated(tmp_path: Path) -> None:
-    with Store.open(file_url(tmp_path / "zerotune.db")) as store:
-        for finished in (2, 5):
-            driver = start_driver(tmp_path)
+    url = file_url(tmp_path / "zerotune.db")
+    for finished in (2, 4):
+        driver = start_driver(
+            tmp_path
+        )  # before this process opens the database, whose locks a fork would share
+        with Store.open(url) as store:
             wait_for_trials(store, finished)
-            driver.send_signal(signal.SIGKILL)
-            assert driver.wait() == -signal.SIGKILL
+        driver.kill()
+        driver.join()
+        assert driver.exitcode == -signal.SIGKILL
+    with Store.open(url) as store:
         before = {row.run_id for row in store.runs() if row.status is Status.COMPLETE}
         bench = Bench(store, tmp_path)
         plan = plan_of(make_job(trials=TRIALS, confirm_rounds=2))

@@ -30,8 +30,8 @@ def surface(job: JobConfig) -> Point:
     return Point(step, int(peak))
 
 
-def test_it_finds_the_best_and_says_by_how_much(bench: Bench) -> None:
-    result, workers = bench(plan_of(make_job(trials=12, confirm_rounds=4)), surface, noise=0.005)
+def test_it_finds_the_best_and_says_by_how_much(real_bench: Bench) -> None:
+    result, workers = real_bench(plan_of(make_job(trials=12, confirm_rounds=4)), surface, noise=0.005)
     best = result.best.config.zero
     assert (best.release, best.prefetch_distance, best.reduce_bucket_size) == ("keep", 4 * BLOCK, BLOCK)
     assert result.baseline is not None and result.baseline.trial_number == 0 and result.baseline.is_baseline
@@ -40,10 +40,10 @@ def test_it_finds_the_best_and_says_by_how_much(bench: Bench) -> None:
     assert result.speedup.low < truth < result.speedup.high
     assert result.counts == {"complete": 12}
     assert len(workers.trials) == 12
-    study = bench.store.get_study(result.study)
+    study = real_bench.store.get_study(result.study)
     assert (study.best, study.speedup, study.is_tie) == (result.best.run_id, result.speedup, False)
     assert study.wall_seconds > 0
-    kinds = [type(event) for event in bench.events]
+    kinds = [type(event) for event in real_bench.events]
     assert (kinds[0], kinds[-1]) == (SearchStarted, SearchFinished)
     assert kinds.count(TrialFinished) == 12
     assert kinds.count(ConfirmationProgress) == 4 * 4
@@ -81,14 +81,14 @@ def test_the_files_own_setting_is_tried_right_after_the_defaults(bench: Bench) -
     assert result.trials[1].is_baseline is False
 
 
-def test_the_fastest_over_the_budget_does_not_win(bench: Bench) -> None:
+def test_the_fastest_over_the_budget_does_not_win(real_bench: Bench) -> None:
     """S08: a configuration over the limit is measured and shown, and never the winner."""
-    result, _ = bench(plan_of(make_job(trials=16, memory_budget=120 * MIB)), surface)
+    result, _ = real_bench(plan_of(make_job(trials=10, memory_budget=120 * MIB)), surface)
     assert result.best.config.zero.release == "after_use"
     assert result.best.feasible is True
     over = [run for run in result.trials if run.feasible is False]
     assert over and all(run.status is Status.COMPLETE for run in over)
-    study = optuna.load_study(study_name=result.study, storage=bench.store.open_optuna_storage())
+    study = optuna.load_study(study_name=result.study, storage=real_bench.store.open_optuna_storage())
     assert study.best_trial.user_attrs["memory_over_budget"] <= 0
     assert {tuple(sorted(trial.constraints)) for trial in study.trials} == {("memory", "time")}
 
@@ -247,9 +247,9 @@ def test_the_objective_memory_takes_the_smallest_peak(bench: Bench) -> None:
     assert result.best.config.zero.reduce_bucket_size == BLOCK  # the faster of the equally small
 
 
-def test_the_objective_pareto_searches_both(bench: Bench) -> None:
-    result, _ = bench(plan_of(make_job(trials=10, objective="pareto")), surface)
-    study = optuna.load_study(study_name=result.study, storage=bench.store.open_optuna_storage())
+def test_the_objective_pareto_searches_both(real_bench: Bench) -> None:
+    result, _ = real_bench(plan_of(make_job(trials=6, objective="pareto")), surface)
+    study = optuna.load_study(study_name=result.study, storage=real_bench.store.open_optuna_storage())
     assert [direction.name for direction in study.directions] == ["MAXIMIZE", "MINIMIZE"]
     assert all(len(trial.values) == 2 for trial in study.trials)
 
