@@ -27,6 +27,7 @@ JOB = make_job()
         {"train": {"steps": 7}},
         {"train": {"seed": 7}},
         {"train": {"save_every": 7}},
+        {"train": {"save_async": True}},
         {"cluster": {"nodes": 2}},
         {"search": {"trials": 3}},
     ],

@@ -182,6 +182,7 @@ class TrainConfig(Section):
     engine: Literal["zerotune"] = "zerotune"
     seed: int = Field(0, ge=0)
     save_every: int | None = Field(None, ge=1)
+    save_async: bool = False
 
 
 # -------------------------------------------------------------------------------------------------- cluster

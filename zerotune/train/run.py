@@ -62,6 +62,7 @@ def _run(ctx: RankContext, spec: RunSpec) -> RankReport:
             return _measure(loop, engine, spec, reporter, startup_s)
         return _train(loop, engine, spec, reporter, startup_s)
     finally:
+        saving.abandon(engine)
         engine.close()
 
 
@@ -121,7 +122,12 @@ def _train(
         reporter.step("train", loop, job.train.steps, time.perf_counter() - began)
         if saving.is_due(job, loop.step):
             reporter.phase("save", loop.step, job.train.steps)
-            checkpoint = saving.save(engine, spec.run_dir, loop.step)
+            if job.train.save_async:
+                saving.begin_save(engine, spec.run_dir, loop.step)
+            else:
+                checkpoint = saving.save(engine, spec.run_dir, loop.step)
+    if job.train.save_async:
+        checkpoint = saving.finish(engine)
 
     steady = stopwatch.steady(loop.group, spec.half_width)
     return RankReport(

@@ -24,6 +24,30 @@ def save(engine: TunedEngine, run_dir: str, done: int) -> str:
     return str(checkpoints.save(engine, Path(run_dir) / FOLDER, done))
 
 
+def begin_save(engine: TunedEngine, run_dir: str, done: int) -> None:
+    """Save the state after ``done`` steps while training goes on; collective.
+
+    Raises:
+        RunFailed: The save before it could not be written.
+    """
+    checkpoints.begin_save(engine, Path(run_dir) / FOLDER, done)
+
+
+def finish(engine: TunedEngine) -> str | None:
+    """Wait for the save that is under way; collective. Returns its path, or ``None`` if there is none.
+
+    Raises:
+        RunFailed: It could not be written.
+    """
+    path = checkpoints.finish_save(engine)
+    return None if path is None else str(path)
+
+
+def abandon(engine: TunedEngine) -> None:
+    """After an error: let what is being written come to its end, without a word to the other ranks."""
+    checkpoints.abandon_save(engine)
+
+
 def resume(engine: TunedEngine, folder: str, job: JobConfig) -> int:
     """Load the last checkpoint and return the number of steps it had taken; collective.
 
