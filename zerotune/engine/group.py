@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zerotune.engine.guard import guard_of
+from zerotune.records import CollectiveKind
+
 
 @dataclass(frozen=True)
 class RankGroup:
@@ -48,5 +51,12 @@ class RankGroup:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         everyone = torch.empty(self.size * len(values), dtype=torch.float64, device=self.device)
-        dist.all_gather_single(everyone, mine, group=self.process_group)
+        guard = guard_of(self.process_group)
+        if guard is None:
+            dist.all_gather_single(everyone, mine, group=self.process_group)
+        else:
+            number = guard.enter(CollectiveKind.ALL_GATHER, "numbers", (), everyone.numel())
+            work = dist.all_gather_single(everyone, mine, group=self.process_group, async_op=True)
+            assert work is not None
+            guard.wait(work, number)
         return everyone.view(self.size, len(values)).tolist()

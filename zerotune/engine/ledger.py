@@ -6,7 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerotune.records import ByteClass, ByteSample, CollectiveEntry, CollectiveKind, Ledger
+from zerotune.records import (
+    ByteClass,
+    ByteSample,
+    CollectiveEntry,
+    CollectiveKind,
+    Ledger,
+    ReleaseEntry,
+    UseEntry,
+)
 
 
 @dataclass
@@ -21,6 +29,7 @@ class PendingCollective:
     sent_bytes: int
     issued_s: float
     waited_s: float = 0.0
+    tag_bytes: int = 0
 
 
 class LedgerKeeper:
@@ -40,6 +49,9 @@ class LedgerKeeper:
         self._begun_s = 0.0
         self._entries: list[CollectiveEntry] = []
         self._samples: list[ByteSample] = []
+        self._uses: list[UseEntry] = []
+        self._open_uses: list[tuple[str, str, float]] = []
+        self._releases: list[ReleaseEntry] = []
         self.live_elements = 0
         self.peak_live_elements = 0
         self.collectives = 0
@@ -113,11 +125,33 @@ class LedgerKeeper:
                 units=pending.units,
                 elements=pending.elements,
                 sent_bytes=pending.sent_bytes,
+                tag_bytes=pending.tag_bytes,
                 issued_s=pending.issued_s,
                 waited_s=pending.waited_s,
                 done_s=self._now(),
             )
         )
+
+    def begin_use(self, phase: str, scope: str) -> None:
+        """Log that a module begins to use units that are complete."""
+        if self._is_recording:
+            self._open_uses.append((scope, phase, self._now()))
+
+    def end_use(self, phase: str, scope: str) -> None:
+        """Log that its latest use of that phase ends."""
+        if not self._is_recording:
+            return
+        now = self._now()
+        for position in range(len(self._open_uses) - 1, -1, -1):
+            if self._open_uses[position][:2] == (scope, phase):
+                begun = self._open_uses.pop(position)[2]
+                self._uses.append(UseEntry(scope=scope, phase=phase, begin_s=begun, end_s=now))
+                return
+
+    def release(self, unit: str) -> None:
+        """Log that a unit's full parameters were freed."""
+        if self._is_recording:
+            self._releases.append(ReleaseEntry(unit=unit, time_s=self._now()))
 
     def begin(self) -> None:
         """Start recording; peaks and counts begin anew."""
@@ -125,6 +159,9 @@ class LedgerKeeper:
         self._begun_s = time.perf_counter()
         self._entries = []
         self._samples = []
+        self._uses = []
+        self._open_uses = []
+        self._releases = []
         self._at_rest = dict(self._bytes)
         self.reset_peaks()
 
@@ -145,6 +182,8 @@ class LedgerKeeper:
             at_rest=self._at_rest,
             peak=dict(self._peak),
             peak_live_elements=self.peak_live_elements,
+            uses=self._uses,
+            releases=self._releases,
         )
 
     def _now(self) -> float:

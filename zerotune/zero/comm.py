@@ -10,6 +10,11 @@ these two points, so no ``record_stream`` is needed and nothing waits on the hos
 On gloo every reduction is an exchange (all-to-all) followed by a local sum in rank order, in fp32: the same bits for
 every bucket size, half the time of gloo's own reduce-scatter, and low-precision traffic with fp32 sums. On NCCL fp32
 uses its reduce-scatter, whose bits do not depend on the size for N = 2; lower precisions use the exchange as well.
+
+[Note: announcing]
+Every collective is announced to the guard before it is issued and compared again when it has been waited for (see
+:mod:`zerotune.engine.guard`). Gathers between nodes carry a tag at the head of every row: ``head_elements`` of them, which
+are not parameters and are counted apart from them.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zerotune.engine import LedgerKeeper, RankGroup
+from zerotune.engine.guard import TAG_ELEMENTS, install_guard
 from zerotune.engine.ledger import PendingCollective
 from zerotune.records import CollectiveKind
 
@@ -28,10 +34,17 @@ from zerotune.records import CollectiveKind
 class Work:
     """A collective under way. :meth:`wait` makes its result visible to what the current stream runs next."""
 
-    def __init__(self, wait: Callable[[], None], ledger: LedgerKeeper, pending: PendingCollective) -> None:
+    def __init__(
+        self,
+        wait: Callable[[], None],
+        ledger: LedgerKeeper,
+        pending: PendingCollective,
+        is_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._wait: Callable[[], None] | None = wait
         self._ledger = ledger
         self._pending = pending
+        self._is_lost = is_lost
 
     def wait(self) -> None:
         """Wait once; later calls return at once."""
@@ -41,6 +54,17 @@ class Work:
         self._wait()
         self._wait = None
         self._ledger.end_wait(self._pending)
+
+    def settle(self) -> bool:
+        """Wait if there is anything to wait for, where the result is not needed.
+
+        Returns:
+            Whether its buffers may be used again; not if ranks diverged, for then something may still be written.
+        """
+        if self._is_lost():
+            return False
+        self.wait()
+        return True
 
 
 class Communicator:
@@ -56,6 +80,8 @@ class Communicator:
         self._group = group
         self._ledger = ledger
         self._overlap = overlap
+        self._guard = install_guard(group.process_group, group.rank, group.size)
+        self._tags_differ: torch.Tensor | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         if group.device.type == "cuda" and overlap:
             self._streams = {
@@ -63,8 +89,29 @@ class Communicator:
                 "reduce": torch.cuda.Stream(group.device, priority=-1),
             }
 
+    @property
+    def head_elements(self) -> int:
+        """Elements at the head of every row of a gather in which a tag travels; 0 within one node."""
+        return TAG_ELEMENTS if self._guard is not None and self._guard.spans_nodes else 0
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether ranks diverged: nothing in flight will land, and nothing can be issued."""
+        return self._guard is not None and self._guard.failure is not None
+
+    def check_tags(self) -> None:
+        """Raise if tags that were compared on the device differed; waits for the device.
+
+        Raises:
+            RanksDiverged: They did.
+        """
+        differ, self._tags_differ = self._tags_differ, None
+        if differ is not None and bool(differ):
+            assert self._guard is not None
+            self._guard.fail_by_tag()
+
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, purpose: str, units: Sequence[str]
+        self, output: torch.Tensor, shard: torch.Tensor, purpose: str, units: Sequence[str], head: int = 0
     ) -> Work:
         """Assemble every rank's shard.
 
@@ -73,18 +120,23 @@ class Communicator:
             shard: This rank's n elements  # 1D
             purpose: For the ledger.
             units: For the ledger.
+            head: How many of the n, at the beginning, are room for a tag: ``head_elements``, or 0 for none.
         """
-        pending = self._log(CollectiveKind.ALL_GATHER, purpose, units, output)
+        pending, number = self._log(CollectiveKind.ALL_GATHER, purpose, units, output, head)
         if self._group.size == 1:
             output.copy_(shard)
             return self._started(lambda: None, pending)
+        if head:
+            assert self._guard is not None
+            self._guard.stamp(shard, number)
 
         def issue() -> dist.Work | None:
             return dist.all_gather_single(
                 output, shard, group=self._group.process_group, async_op=self._is_async
             )
 
-        return self._start("gather", issue, pending)
+        heads = output.view(self._group.size, -1)[:, :head] if head else None
+        return self._start("gather", issue, pending, number, heads)
 
     def exchange(self, output: torch.Tensor, rows: torch.Tensor, purpose: str, units: Sequence[str]) -> Work:
         """Send row r to rank r: afterwards ``output`` holds row ``rank`` of every rank, in rank order.
@@ -95,7 +147,7 @@ class Communicator:
             purpose: For the ledger.
             units: For the ledger.
         """
-        pending = self._log(CollectiveKind.REDUCE_SCATTER, purpose, units, rows)
+        pending, number = self._log(CollectiveKind.REDUCE_SCATTER, purpose, units, rows)
         if self._group.size == 1:
             output.copy_(rows)
             return self._started(lambda: None, pending)
@@ -105,7 +157,7 @@ class Communicator:
                 output, rows, group=self._group.process_group, async_op=self._is_async
             )
 
-        return self._start("reduce", issue, pending)
+        return self._start("reduce", issue, pending, number)
 
     def reduce_scatter(
         self, output: torch.Tensor, rows: torch.Tensor, purpose: str, units: Sequence[str]
@@ -118,24 +170,27 @@ class Communicator:
             purpose: For the ledger.
             units: For the ledger.
         """
-        pending = self._log(CollectiveKind.REDUCE_SCATTER, purpose, units, rows)
+        pending, number = self._log(CollectiveKind.REDUCE_SCATTER, purpose, units, rows)
 
         def issue() -> dist.Work | None:
             return dist.reduce_scatter_single(
                 output, rows, group=self._group.process_group, async_op=self._is_async
             )
 
-        return self._start("reduce", issue, pending)
+        return self._start("reduce", issue, pending, number)
 
     def broadcast(self, tensor: torch.Tensor, purpose: str) -> None:
         """Overwrite a tensor with rank 0's; only at set-up."""
         if self._group.size == 1:
             return
+        number = self._announce(CollectiveKind.BROADCAST, purpose, (), tensor.numel())
         pending = self._ledger.issue(
             CollectiveKind.BROADCAST, purpose, (), tensor.numel(), tensor.numel(), tensor.element_size()
         )
-        dist.broadcast(tensor, src=0, group=self._group.process_group)
+        work = dist.broadcast(tensor, src=0, group=self._group.process_group, async_op=True)
+        assert work is not None
         self._ledger.begin_wait(pending)
+        self._wait_for(work, number)
         self._ledger.end_wait(pending)
 
     @property
@@ -149,21 +204,50 @@ class Communicator:
         return self._group.device.type != "cuda"
 
     def _log(
-        self, kind: CollectiveKind, purpose: str, units: Sequence[str], full: torch.Tensor
-    ) -> PendingCollective:
+        self, kind: CollectiveKind, purpose: str, units: Sequence[str], full: torch.Tensor, head: int = 0
+    ) -> tuple[PendingCollective, int]:
+        """Announce and log a collective; returns its ledger entry and its number."""
         n = self._group.size
-        sent = full.numel() // n * (n - 1)
-        return self._ledger.issue(kind, purpose, units, full.numel(), sent, full.element_size())
+        tags = head * n
+        elements = full.numel() - tags
+        number = self._announce(kind, purpose, units, elements)
+        size = full.element_size()
+        pending = self._ledger.issue(kind, purpose, units, elements, elements // n * (n - 1), size)
+        if tags:
+            pending.tag_bytes = head * (n - 1) * size
+        return pending, number
 
-    def _start(self, stream: str, issue: Callable[[], dist.Work | None], pending: PendingCollective) -> Work:
+    def _announce(self, kind: CollectiveKind, purpose: str, units: Sequence[str], elements: int) -> int:
+        return 0 if self._guard is None else self._guard.enter(kind, purpose, units, elements)
+
+    def _wait_for(self, work: dist.Work, number: int) -> None:
+        if self._guard is None:
+            work.wait()
+        else:
+            self._guard.wait(work, number)
+
+    def _start(
+        self,
+        stream: str,
+        issue: Callable[[], dist.Work | None],
+        pending: PendingCollective,
+        number: int,
+        heads: torch.Tensor | None = None,
+    ) -> Work:
         if self._group.device.type != "cuda":
             work = issue()
             assert work is not None
-            return self._started(work.wait, pending)
+
+            def wait() -> None:
+                self._wait_for(work, number)
+                if heads is not None and self._guard is not None:
+                    self._guard.check_tags(heads, number)
+
+            return self._started(wait, pending)
         side = self._streams.get(stream)
         if side is None:
             issue()
-            return self._started(lambda: None, pending)
+            return self._started(lambda: self._compare_on_device(heads, number), pending)
         current = torch.cuda.current_stream(self._group.device)
         side.wait_stream(current)
         context: AbstractContextManager[object] = (
@@ -173,10 +257,21 @@ class Communicator:
             issue()
             event = side.record_event()
         device = self._group.device
-        return self._started(lambda: torch.cuda.current_stream(device).wait_event(event), pending)
 
-    def _started(self, wait: Callable[[], object], pending: PendingCollective) -> Work:
-        work = Work(lambda: (wait(), None)[1], self._ledger, pending)
+        def wait_on_stream() -> None:
+            torch.cuda.current_stream(device).wait_event(event)
+            self._compare_on_device(heads, number)
+
+        return self._started(wait_on_stream, pending)
+
+    def _compare_on_device(self, heads: torch.Tensor | None, number: int) -> None:
+        if heads is None or self._guard is None:
+            return
+        differ = self._guard.differing_tags(heads, number)
+        self._tags_differ = differ if self._tags_differ is None else self._tags_differ | differ
+
+    def _started(self, wait: Callable[[], None], pending: PendingCollective) -> Work:
+        work = Work(wait, self._ledger, pending, lambda: self.is_broken)
         if not self._overlap:
             work.wait()
         return work

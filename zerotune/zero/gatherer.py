@@ -14,13 +14,14 @@ from zerotune.zero.pool import BufferPool
 from zerotune.zero.shards import ShardedParam, ShardStore
 
 
-@dataclass
+@dataclass(eq=False)
 class _InFlight:
     """One AllGather under way."""
 
     units: tuple[int, ...]
     work: Work
-    buffer: torch.Tensor  # [N, W]: row r holds rank r's slices
+    buffer: torch.Tensor  # [N, H + W]: row r holds a tag, if any travels, and rank r's slices
+    head: int  # H
 
 
 class Gatherer:
@@ -60,11 +61,15 @@ class Gatherer:
             return
         sharded = [self._shards.units[unit] for unit in wanted]
         width = sum(unit.flat.numel() for unit in sharded)
-        buffer = self._pool.take(self._ranks * width, self._dtype)
-        self._count(buffer, 1)
-        shard = sharded[0].flat if len(sharded) == 1 else torch.cat([unit.flat for unit in sharded])
-        work = self._comm.all_gather(buffer, shard, purpose, [unit.name for unit in sharded])
-        flight = _InFlight(wanted, work, buffer)
+        head = self._comm.head_elements
+        buffer = self._pool.take(self._ranks * (head + width), self._dtype)
+        self._count(buffer, head, 1)
+        slices = [unit.flat for unit in sharded]
+        if head:
+            slices.insert(0, slices[0].new_empty(head))
+        shard = slices[0] if len(slices) == 1 else torch.cat(slices)
+        work = self._comm.all_gather(buffer, shard, purpose, [unit.name for unit in sharded], head)
+        flight = _InFlight(wanted, work, buffer, head)
         for unit in wanted:
             self.in_flight[unit] = flight
 
@@ -82,6 +87,7 @@ class Gatherer:
                 self.complete.discard(unit)
                 sharded = self._shards.units[unit]
                 sharded.free()
+                self._ledger.release(sharded.name)
                 self._ledger.add(ByteClass.FULL, -sharded.full_bytes)
                 self._ledger.add_live(-(sharded.flat.numel() * self._ranks))
 
@@ -98,8 +104,7 @@ class Gatherer:
     def release_all(self) -> None:
         """Free everything that is live; gathers that nobody waited for are waited for and dropped."""
         for flight in list(dict.fromkeys(self.in_flight.values())):
-            flight.work.wait()
-            self._drop(flight)
+            self._drop(flight, reuse=flight.work.settle())
         self.release(sorted(self.complete))
 
     def refresh_persistent(self, bucket_size: int | None) -> None:
@@ -143,21 +148,23 @@ class Gatherer:
             self.complete.add(unit)
         with torch.profiler.record_function(f"zerotune::copy_out({', '.join(u.name for u in sharded)})"):
             _copy_out(
-                flight.buffer.view(self._ranks, -1),
+                flight.buffer.view(self._ranks, -1)[:, flight.head :],
                 [size for unit in sharded for size in unit.slices],
                 [rows for unit in sharded for rows in unit.rows],
             )
         self._drop(flight)
 
-    def _drop(self, flight: _InFlight) -> None:
+    def _drop(self, flight: _InFlight, reuse: bool = True) -> None:
         for unit in flight.units:
             del self.in_flight[unit]
-        self._count(flight.buffer, -1)
-        self._pool.give(flight.buffer)
+        self._count(flight.buffer, flight.head, -1)
+        if reuse:
+            self._pool.give(flight.buffer)
 
-    def _count(self, buffer: torch.Tensor, sign: int) -> None:
+    def _count(self, buffer: torch.Tensor, head: int, sign: int) -> None:
+        """Tags take memory but are no elements of parameters."""
         self._ledger.add(ByteClass.FULL, sign * buffer.nbytes)
-        self._ledger.add_live(sign * buffer.numel())
+        self._ledger.add_live(sign * (buffer.numel() - self._ranks * head))
 
 
 def _copy_out(gathered: torch.Tensor, slices: list[int], rows: list[torch.Tensor]) -> None:
