@@ -134,9 +134,15 @@ class Reducer:
         self._in_flight.append(_InFlight(members, slices, work, sent, received, summed, names))
 
     def drain(self, keep: int = 0) -> None:
-        """Finish the oldest reductions until at most ``keep`` are in flight."""
+        """Finish the oldest reductions until at most ``keep`` are in flight; none will finish if ranks diverged."""
         while len(self._in_flight) > keep:
-            self._finish(self._in_flight.popleft())
+            if not self._comm.is_broken:
+                self._finish(self._in_flight[0])
+            else:
+                gone = self._in_flight[0]
+                for buffer in {id(b): b for b in (gone.sent, gone.received, gone.summed)}.values():
+                    self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
+            self._in_flight.popleft()
 
     def abandon(self) -> None:
         """Reduce what has been collected of unfinished buckets as it stands.
