@@ -2,7 +2,15 @@
 
 from zerotune.records.failure import Failure
 from zerotune.records.fingerprint import Fingerprint
-from zerotune.records.ledger import ByteClass, ByteSample, CollectiveEntry, CollectiveKind, Ledger
+from zerotune.records.ledger import (
+    ByteClass,
+    ByteSample,
+    CollectiveEntry,
+    CollectiveKind,
+    Ledger,
+    ReleaseEntry,
+    UseEntry,
+)
 from zerotune.records.measurement import Confirmed, Interval, Measurement, MemoryUse
 from zerotune.records.run import RunKind, RunRecord, StudyRecord
 from zerotune.records.status import Status
@@ -19,8 +27,10 @@ __all__ = [
     "Ledger",
     "Measurement",
     "MemoryUse",
+    "ReleaseEntry",
     "RunKind",
     "RunRecord",
     "Status",
     "StudyRecord",
+    "UseEntry",
 ]

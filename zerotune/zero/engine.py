@@ -17,7 +17,7 @@ from zerotune.config.errors import RunFailed, UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper, RankGroup, StepResult
 from zerotune.models.access import AccessWatch
-from zerotune.models.units import cut_into_units, largest_block, layout_of
+from zerotune.models.units import LeafModules, cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
 from zerotune.records import ByteClass, Ledger
 from zerotune.schedule import Layout, ParamRef, ParamSize, Schedule, UnitSize, resolve_knobs, slice_bounds
@@ -68,6 +68,10 @@ class ZeroEngine(CheckpointMixin):
         clip_norm: Largest global 2-norm of the gradient; ``None`` for no clipping.
         accumulate: ``reduce`` adds every micro-batch's gradients to the shards; ``local`` lets full gradients
             accumulate on every rank and reduces them once per step. Stage 1 always does the latter.
+        leaf_modules: Names or class names of modules through which ranks may take different branches: each is one
+            unit with everything inside. ``auto`` finds mixtures of experts.
+        collective_timeout_s: How long to wait for a collective. Default: the group's own time-out. Ranks that provably
+            run different modules end within seconds in any case.
 
     Raises:
         UsageError: Something in the model or the optimizer cannot work; the message names the parameter.
@@ -82,6 +86,8 @@ class ZeroEngine(CheckpointMixin):
         precision: Literal["fp32", "bf16"] = "fp32",
         clip_norm: float | None = None,
         accumulate: Literal["reduce", "local"] = "reduce",
+        leaf_modules: LeafModules = "auto",
+        collective_timeout_s: float | None = None,
     ) -> None:
         self.module = module
         self.group = group or RankGroup.default()
@@ -89,14 +95,14 @@ class ZeroEngine(CheckpointMixin):
         self._dtype = COMPUTE_DTYPE[precision]
         self._clip_norm = clip_norm
         _refuse_what_cannot_work(module, self.group.device)
-        self.knobs = resolve_knobs(knobs or Knobs(), largest_block(module))
+        self.knobs = resolve_knobs(knobs or Knobs(), largest_block(module, leaf_modules))
         self._is_replicated = self.knobs.stage == 0
 
         self.ledger = LedgerKeeper(self.group.rank)
-        self._comm = Communicator(self.group, self.ledger, self.knobs.overlap_comm)
+        self._comm = Communicator(self.group, self.ledger, self.knobs.overlap_comm, collective_timeout_s)
         self._pool = BufferPool(self.group.device, self.ledger)
         self._agree_on_values()
-        self._units = cut_into_units(module, self.knobs.unit_size)
+        self._units = cut_into_units(module, self.knobs.unit_size, leaf_modules)
         threshold = int(self.knobs.param_persistence_threshold)
         self.layout = layout_of(self._units, self.group.size, threshold, self.knobs.stage)
         self.shards = ShardStore(
@@ -123,6 +129,7 @@ class ZeroEngine(CheckpointMixin):
             self.layout,
             self._gatherer,
             self._reducer,
+            self.ledger,
             not self._accumulates_locally,
             self._access_watch,
             self._before_window,
@@ -203,6 +210,7 @@ class ZeroEngine(CheckpointMixin):
                 *self._digest_numbers(),
             ]
         )
+        self._comm.check_tags()
         self._compare_digests([row[4:] for row in numbers])
         weight = math.fsum(row[1] for row in numbers)
         if weight <= 0:

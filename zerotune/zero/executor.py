@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zerotune.config.knobs import Knobs
+from zerotune.engine import LedgerKeeper
 from zerotune.schedule import (
     Action,
     Bucket,
@@ -42,6 +43,7 @@ class Executor:
         layout: The model's units.
         gatherer: Carries out gathers and releases.
         reducer: Carries out reductions.
+        ledger: Logs the uses.
         reduces_in_pass: Whether gradients are reduced in every pass; otherwise by :meth:`reduce_accumulated`.
         watch_access: Makes the context in which reads of parameters are reported to :meth:`on_access`.
         before_window: Called before the first pass of an accumulation window.
@@ -53,6 +55,7 @@ class Executor:
         layout: Layout,
         gatherer: Gatherer,
         reducer: Reducer,
+        ledger: LedgerKeeper,
         reduces_in_pass: bool,
         watch_access: Callable[[], AbstractContextManager[object]],
         before_window: Callable[[], None],
@@ -60,6 +63,7 @@ class Executor:
         self._knobs = knobs
         self._gatherer = gatherer
         self._reducer = reducer
+        self._ledger = ledger
         self._reduces_in_pass = reduces_in_pass
         self._watch_access = watch_access
         self._before_window = before_window
@@ -119,10 +123,13 @@ class Executor:
             self._do(current.schedule.actions[index], current.schedule.buckets)
             needed = self._on_demand.needed(event)
             if all(unit in self._gatherer.complete for unit in needed):
+                self._ledger.begin_use(phase, scope)
                 return
         self._do(self._on_demand.before(event, self._gatherer.complete, self._gatherer.in_flight))
+        self._ledger.begin_use(phase, scope)
 
     def exit(self, phase: Phase, scope: str, units: tuple[int, ...]) -> None:
+        self._ledger.end_use(phase, scope)
         current = self._current(scope)
         event = Event(EventKind.EXIT, phase, scope, units)
         index = current.record(event, self._leave)
