@@ -170,7 +170,11 @@ class LrScheduleConfig(Section):
 
 
 class TrainConfig(Section):
-    """How it is trained. ``global_batch_size`` is part of the workload; ``micro_batch_size`` is a knob."""
+    """How it is trained. ``global_batch_size`` is part of the workload; ``micro_batch_size`` is a knob.
+
+    ``leaf_modules`` names modules, or classes of modules, through which ranks may take different branches; ``auto``
+    finds mixtures of experts. It is a property of the model and changes no mathematics.
+    """
 
     steps: int = Field(100, ge=1)
     global_batch_size: int = Field(8, ge=1)
@@ -180,6 +184,7 @@ class TrainConfig(Section):
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     clip_norm: float | None = Field(None, gt=0)
     engine: Literal["zerotune"] = "zerotune"
+    leaf_modules: tuple[str, ...] | Literal["auto"] = "auto"
     seed: int = Field(0, ge=0)
     save_every: int | None = Field(None, ge=1)
     save_async: bool = False

@@ -3,15 +3,23 @@
 Units partition the parameters by identity. By default each repeated block is one; every parameter that is left over
 joins the deepest module that encloses all its users, so that an embedding and a head are units of their own unless
 their weight is tied, and a tied weight hangs at the module that calls both.
+
+[Note: leaf modules]
+Where ranks take different branches through a module, its parts cannot be units: ranks would gather different ones. A
+*leaf module* is one unit with everything inside, whatever of it runs; parts that did not run on a rank count as zeros in
+the reduction. A mixture of experts is found by name; other modules that choose are named by the user.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 
+from zerotune.config.errors import UsageError
 from zerotune.schedule import Layout, ParamSize, UnitSize
 
 _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -19,6 +27,16 @@ _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 _OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """Modules that read their children's weights without calling the children."""
+
+
+_MIXTURE = re.compile(r"(moe|mixtureofexperts)(block|layer|ffn|mlp|feedforward)?$", re.IGNORECASE)
+"""What the class of a mixture of experts ends with; a model of many layers is named after them, too."""
+
+_STACKS = ("layers", "blocks", "h")
+"""Names of lists of layers, all of which run."""
+
+LeafModules = Sequence[str] | Literal["auto"]
+"""Names of modules, or of their classes; ``auto`` finds mixtures of experts."""
 
 
 @dataclass
@@ -51,22 +69,30 @@ class Unit:
         return self.name or "(root)"
 
 
-def cut_into_units(module: nn.Module, unit_size: int | str = "block") -> list[Unit]:
+def cut_into_units(
+    module: nn.Module, unit_size: int | str = "block", leaf_modules: LeafModules = "auto"
+) -> list[Unit]:
     """Cut a model into units.
 
     Args:
         module: The model; on any device, the meta device included.
         unit_size: ``"block"`` for one unit per repeated block, or a number of elements for the largest modules not
             above it.
+        leaf_modules: See [Note: leaf modules].
 
     Returns:
         Units in the order of the module tree; together they hold every parameter once.
+
+    Raises:
+        UsageError: A leaf module is not in the model.
     """
     tree = _Tree(module)
     if unit_size == "block":
         anchors = dict.fromkeys(_blocks(module), True)
     else:
         anchors = dict.fromkeys(_largest_below(module, int(unit_size)), False)
+    leaves = _mixtures(tree) if leaf_modules == "auto" else _named_leaves(tree, leaf_modules)
+    anchors = _outermost(tree, anchors | dict.fromkeys(leaves, False))
     units: dict[nn.Module, Unit] = {}
     for name, param, users in tree.parameters():
         home = _home(tree, users, anchors)
@@ -109,9 +135,9 @@ def layout_of(units: Iterable[Unit], ranks: int, persistence_threshold: int = 0,
     )
 
 
-def largest_block(module: nn.Module) -> int:
+def largest_block(module: nn.Module, leaf_modules: LeafModules = "auto") -> int:
     """Elements of the largest repeated block, which ``auto`` sizes stand for; of the largest unit if none repeats."""
-    units = cut_into_units(module)
+    units = cut_into_units(module, leaf_modules=leaf_modules)
     blocks = [unit.numel for unit in units if unit.is_block]
     return max(blocks or [unit.numel for unit in units], default=0)
 
@@ -162,7 +188,8 @@ def _home(tree: _Tree, users: list[nn.Module], anchors: dict[nn.Module, bool]) -
     home = enclosing
     for ancestor in tree.ancestors(enclosing):
         if ancestor in anchors:
-            return ancestor
+            home = ancestor
+            break
         if isinstance(ancestor, _OPAQUE):
             home = ancestor
     while isinstance(home, _NOT_CALLED) and home in tree.parent:
@@ -196,6 +223,39 @@ def _largest_below(module: nn.Module, size: int) -> Iterator[nn.Module]:
     elif not isinstance(module, _OPAQUE):
         for child in module.children():
             yield from _largest_below(child, size)
+
+
+def _mixtures(tree: _Tree) -> Iterator[nn.Module]:
+    """Modules that own a list of experts. Of the model itself only the list: the rest of it always runs."""
+    for submodule, name in tree.name.items():
+        if not isinstance(submodule, (nn.ModuleList, nn.ModuleDict)) or submodule is tree.root:
+            continue
+        owner = tree.parent[submodule]
+        own_name = name.rsplit(".", 1)[-1].lower()
+        if "expert" in own_name:
+            yield submodule if owner is tree.root else owner
+        elif owner is not tree.root and own_name not in _STACKS and _MIXTURE.search(type(owner).__name__):
+            yield owner
+
+
+def _named_leaves(tree: _Tree, names: Sequence[str]) -> Iterator[nn.Module]:
+    for wanted in names:
+        found = [m for m, name in tree.name.items() if wanted in (name, type(m).__name__)]
+        if not found:
+            raise UsageError(
+                f"leaf_modules: the model has no module or class of modules named {wanted}",
+                "name it as in model.named_modules(), or by its class",
+            )
+        yield from found
+
+
+def _outermost(tree: _Tree, anchors: dict[nn.Module, bool]) -> dict[nn.Module, bool]:
+    """Of modules that lie in one another only the outer ones."""
+    return {
+        anchor: is_block
+        for anchor, is_block in anchors.items()
+        if not any(ancestor in anchors for ancestor in tree.ancestors(anchor) if ancestor is not anchor)
+    }
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:

@@ -38,4 +38,5 @@ def make_engine(job: JobConfig, model: nn.Module, group: RankGroup) -> TunedEngi
         group=group,
         precision=job.train.precision,
         clip_norm=job.train.clip_norm,
+        leaf_modules=job.train.leaf_modules,
     )

@@ -74,13 +74,18 @@ class Communicator:
         group: The ranks.
         ledger: Where every collective is logged.
         overlap: Whether collectives run beside compute; otherwise each is waited for when it is issued.
+        timeout_s: How long to wait for one collective; ``None`` leaves it to the group's own time-out.
     """
 
-    def __init__(self, group: RankGroup, ledger: LedgerKeeper, overlap: bool) -> None:
+    def __init__(
+        self, group: RankGroup, ledger: LedgerKeeper, overlap: bool, timeout_s: float | None = None
+    ) -> None:
         self._group = group
         self._ledger = ledger
         self._overlap = overlap
         self._guard = install_guard(group.process_group, group.rank, group.size)
+        if self._guard is not None and timeout_s is not None:
+            self._guard.limit_s = timeout_s
         self._tags_differ: torch.Tensor | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         if group.device.type == "cuda" and overlap:
