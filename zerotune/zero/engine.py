@@ -129,6 +129,7 @@ class ZeroEngine(CheckpointMixin):
             self.layout,
             self._gatherer,
             self._reducer,
+            self.ledger,
             not self._accumulates_locally,
             self._access_watch,
             self._before_window,
