@@ -295,3 +295,19 @@ def test_confirmations_are_in_the_store(folder: Folder) -> None:
     assert first.run_dir is not None
     assert load_job(Path(first.run_dir) / "config.resolved.yaml").job == first.config
     assert {"zerotune", "torch", "python", "platform"} <= first.versions.keys() | {"zerotune"}
+
+
+def test_a_factory_that_raises_leaves_its_traceback_where_the_line_says(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platformdirs.user_log_dir", lambda name: str(folder.path / "logs"))
+    (folder.path / "mine.py").write_text("def build():\n    raise KeyError('x')\n")
+    (folder.path / "mine.yaml").write_text(
+        "model: {factory: {factory: 'mine.py:build'}}\ntrain: {global_batch_size: 8}\n"
+    )
+    code, out, err = folder("search", "mine.yaml")
+    assert code == ExitCode.USAGE and out == "" and len(err.splitlines()) == 1
+    assert "factory mine.py:build raised KeyError: 'x' (mine.py:2)" in err
+    path = Path(err.strip().removesuffix(")").rpartition("the whole traceback is in ")[2])
+    assert path.parent == folder.path / "logs"
+    assert "raise KeyError('x')" in path.read_text() and "zerotune search mine.yaml" in path.read_text()
