@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test lint unit lock clean
+.PHONY: setup demo test lint unit lock figures clean
 
 setup: $(READY)
 
@@ -30,9 +30,17 @@ lint: $(READY)
 unit: $(READY)
 	$(BIN)/python -m pytest
 
+# Kills at 50 random moments during saves; `make test` has three of them.
+faults: $(READY)
+	$(BIN)/python -m pytest -m faults
+
 # Resolve the newest versions that pyproject.toml allows are kept as they are installed now.
 lock: $(READY)
 	$(BIN)/python scripts/lock.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis results/runs
+
+# The pictures of docs/, from a step recorded anew on two ranks.
+figures: $(READY)
+	$(BIN)/python scripts/figures.py
