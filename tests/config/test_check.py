@@ -21,6 +21,10 @@ GPT = "model: {gpt: {}}\n"
             "zero: {max_reuse_distance: 5}",
             "1:28: zero.max_reuse_distance: has no effect with release: after_use",
         ),
+        (
+            "train: {accumulate: local}\nzero: {stage: 1}",
+            "1:21: train.accumulate: has no effect at stage 1, it acts at stages 0, 2 and 3",
+        ),
         ("train: {optimizer: {momentum: 0.9}}", "1:31: train.optimizer.momentum: has no effect with adamw"),
         ("train: {optimizer: {name: sgd, eps: 1}}", "1:37: train.optimizer.eps: has no effect with sgd"),
         (
@@ -59,7 +63,7 @@ def test_knobs_of_stage_3_at_stage_0(info: object) -> None:
     found = read_job(f"{GPT}zero:\n  stage: 0\n  {name}: {example}\n").warnings
     assert len(found) == 1
     assert found[0].startswith(
-        f"model.yaml:4:{len(name) + 5}: zero.{name}: has no effect at stage 0, it acts at stage 3"
+        f"model.yaml:4:{len(name) + 5}: zero.{name}: has no effect at stage 0, it acts at stage"
     )
 
 

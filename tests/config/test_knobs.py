@@ -25,7 +25,7 @@ def test_what_the_registry_says_of_a_knob_holds(info: KnobInfo) -> None:
     model = "model: {gpt: {}}"
     extra = ["zero.max_reuse_distance=5"] if info.example == "reuse" else []
     read_job(model, sets=[f"{info.path}={info.example}", *extra])
-    if info.section == "zero":
+    if info.name != "micro_batch_size":
         default = info.default.partition(":")[0]
         assert read_job(model, sets=[f"{info.path}={default}"]).job == read_job(model).job
     if info.unit:

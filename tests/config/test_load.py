@@ -87,13 +87,13 @@ CASES = {
     "DeepSpeed's name": ("zero: {stage3_prefetch_bucket_size: 1}",
         "1:8: zero.stage3_prefetch_bucket_size: no such knob, it is called prefetch_distance here"),
     "no idea": ("xyzzy: 1", "1:1: xyzzy: no such key; there are model, data, train, zero, cluster, search"),
-    "later": ("train: {accumulate: local}", "1:9: train.accumulate: not available yet; "),
-    "later 2": ("train: {activation_checkpointing: full}", "1:9: train.activation_checkpointing: not available yet; "),
+    "recomputation": ("train: {activation_checkpointing: every}", "1:35: train.activation_checkpointing: 'every' is not known here; write none, full or every_K"),
+    "recomputation 2": ("train: {activation_checkpointing: every_1}", "1:35: train.activation_checkpointing: 'every_1' is not known"),
     "later 3": ("zero: {memory_budget: 1GB}", "1:8: zero.memory_budget: not available yet; "),
     "later 4": ("zero: {release: planned}", "1:17: zero.release: 'planned' is not available yet; use after_use, reuse or keep"),
-    "later 5": ("zero: {stage: 2}", "1:15: zero.stage: 2 is not available yet; use 0 or 3"),
+    "no such stage": ("zero: {stage: 4}", "1:15: zero.stage: 4 is out of range; write 0, 1, 2 or 3"),
     "later 6": ("train: {engine: fsdp2}", "1:17: train.engine: 'fsdp2' is not available yet; use zerotune"),
-    "stage": ("zero: {stage: 7}", "1:15: zero.stage: 7 is out of range; write 0 or 3"),
+    "stage": ("zero: {stage: 7}", "1:15: zero.stage: 7 is out of range; write 0, 1, 2 or 3"),
     "bytes": ("zero: {reduce_bucket_size: 50MB}", "1:28: zero.reduce_bucket_size: '50MB' is in bytes, but this is in elements; "
         "write for example 5e7 or 50M"),
     "elements": ("search: {memory_budget: 5G}", "1:25: search.memory_budget: '5G' is in elements, but this is in bytes; "),
@@ -105,7 +105,7 @@ CASES = {
     "range": ("train: {steps: 0}", "1:16: train.steps: 0 is out of range; write a whole number of at least 1"),
     "bool": ("train: {steps: true}", "1:16: train.steps: true is not allowed here; write a whole number of at least 1"),
     "bool in list": ("train: {optimizer: {betas: [true, 0.9]}}", "1:21: train.optimizer.betas: [true, 0.9] is not allowed here; "),
-    "stage false": ("zero: {stage: false}", "1:15: zero.stage: false is not allowed here; write 0 or 3"),
+    "stage false": ("zero: {stage: false}", "1:15: zero.stage: false is not allowed here; write 0, 1, 2 or 3"),
     "unit size": ("zero: {unit_size: true}", "1:19: zero.unit_size: true is not allowed here; write block, or a number of elements "),
     "not a bool": ("zero: {overlap_comm: 7}", "1:22: zero.overlap_comm: 7 is not true or false"),
     "word": ("train: {lr_schedule: {name: cosin}}", "1:29: train.lr_schedule.name: 'cosin' is not known here, did you mean cosine?"),
@@ -278,7 +278,7 @@ class TestSets:
     @pytest.mark.parametrize(
         ("option", "message"),
         [
-            ("zero.stage=7", "zero.stage: 7 is out of range; write 0 or 3"),
+            ("zero.stage=7", "zero.stage: 7 is out of range; write 0, 1, 2 or 3"),
             (
                 "zero.prefech_distance=1",
                 "zero.prefech_distance: no such knob, did you mean prefetch_distance?",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from zerotune.config.errors import ConfigErrors, UsageError
 from zerotune.config.knobs import Knobs, Release
+from zerotune.config.schema import GptConfig, JobConfig, ModelConfig
 from zerotune.config.space import ModelSizes, Space, list_spaces, load_space, read_space
 
 SIZES = ModelSizes(block=1000, model=10_000, largest_parameter=400)
@@ -19,6 +20,10 @@ SIZES = ModelSizes(block=1000, model=10_000, largest_parameter=400)
 
 def space_of(knobs: str) -> Space:
     return read_space(f"knobs:\n{knobs}", "s.yaml", "s")
+
+
+def job_of(knobs: Knobs) -> JobConfig:
+    return JobConfig(model=ModelConfig(gpt=GptConfig()), zero=knobs)
 
 
 def choose(space: Space, data: st.DataObject) -> dict[str, Any]:
@@ -43,8 +48,9 @@ def test_every_point_of_a_shipped_space_is_valid(name: str, data: st.DataObject,
     choices = choose(space, data)
     sizes = ModelSizes(block=block, model=40 * block, largest_parameter=block)
     base = Knobs(release=Release.KEEP, max_live_parameters=7)
-    choices.pop("micro_batch_size", None)
-    knobs = space.to_knobs(choices, sizes, base)
+    job = space.apply(choices, sizes, job_of(base))
+    knobs = job.zero
+    assert job.train.activation_checkpointing == choices.get("activation_checkpointing", "none")
     assert (knobs.release is Release.REUSE) == (knobs.max_reuse_distance is not None)
     for dimension in space:
         value, choice = getattr(knobs, dimension.name, None), choices.get(dimension.name)
@@ -78,18 +84,25 @@ def test_choices_become_absolute() -> None:
         "unit_size": 0.5, "prefetch_distance": 0.25, "reduce_bucket_size": 2.0, "allgather_bucket_size": 5000,
         "max_live_parameters": 2, "release": "reuse", "max_reuse_distance": 77,
     }  # fmt: skip
-    assert space.to_knobs(choices, SIZES, Knobs()) == Knobs(
+    assert space.apply(choices, SIZES, job_of(Knobs())).zero == Knobs(
         unit_size=500, prefetch_distance=2500, reduce_bucket_size=800, allgather_bucket_size=5000,
         max_live_parameters=2000, release=Release.REUSE, max_reuse_distance=77,
     )  # fmt: skip
-    assert space.to_knobs({"release": "after_use"}, SIZES, Knobs()) == Knobs()
+    assert space.apply({"release": "after_use"}, SIZES, job_of(Knobs())) == job_of(Knobs())
 
 
 def test_a_distance_of_the_file_is_dropped_with_another_release() -> None:
     space = space_of("  release: [after_use, keep]")
-    base = Knobs(release=Release.REUSE, max_reuse_distance=5)
-    assert space.to_knobs({"release": "keep"}, SIZES, base) == Knobs(release=Release.KEEP)
-    assert space.to_knobs({}, SIZES, base) == base
+    base = job_of(Knobs(release=Release.REUSE, max_reuse_distance=5))
+    assert space.apply({"release": "keep"}, SIZES, base) == job_of(Knobs(release=Release.KEEP))
+    assert space.apply({}, SIZES, base) == base
+
+
+def test_knobs_of_the_train_section() -> None:
+    space = space_of("  activation_checkpointing: [none, full, every_2]\n  accumulate: [reduce, local]")
+    job = space.apply({"activation_checkpointing": "every_2", "accumulate": "local"}, SIZES, job_of(Knobs()))
+    assert job.knobs["activation_checkpointing"] == job.train.activation_checkpointing == "every_2"
+    assert job.knobs["accumulate"] == job.train.accumulate == "local"
 
 
 def test_micro_batch() -> None:
@@ -157,6 +170,7 @@ class TestErrors:
             ("knobs: {prefetch_distance: {values: [-1], relative_to: block}}", "1:38: knobs.prefetch_distance.values.0: -1 is out"),
             ("knobs: {overlap_comm: {values: [true], relative_to: block}}", "1:53: knobs.overlap_comm.relative_to: block is for siz"),
             ("knobs: {unit_size: {values: [1], relative_to: file}}", "1:47: knobs.unit_size.relative_to: file is for micro_batch"),
+            ("knobs: {activation_checkpointing: [some]}", "1:9: knobs.activation_checkpointing.values.0: 'some' is not a value of"),
             ("knobs: {micro_batch_size: [0]}", "1:9: knobs.micro_batch_size.values.0: 0 is not a whole number of samples"),
             ("knobs: {unit_size: {values: [1], when: {release: keep}}}", "1:50: knobs.unit_size.when.release: is not a knob of this"),
             ("knobs: {release: [keep], unit_size: {values: [1], when: {release: x}}}", "1:67: knobs.unit_size.when.release: 'x' is n"),

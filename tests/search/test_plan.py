@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -94,10 +95,27 @@ def test_knobs_that_do_nothing_do_not_tell_configurations_apart() -> None:
     plan = PLANS["ranges"]
     keep = plan.configure({"release": "keep", "prefetch_distance": 1.0})
     assert "max_reuse_distance" not in acting_knobs(keep)
-    plain = plan.resolve(keep.zero.model_copy(update={"stage": 0}), 4)
-    other = plan.resolve(keep.zero.model_copy(update={"stage": 0, "prefetch_distance": 5}), 4)
+    plain = plan.resolve(keep.with_knobs({"stage": 0}), 4)
+    other = plan.resolve(keep.with_knobs({"stage": 0, "prefetch_distance": 5}), 4)
     assert canonical_key(plain) == canonical_key(other)
     assert changes(keep, plan.baseline) == {"release": "keep"}
+
+
+def test_knobs_of_the_train_section_are_searched_and_told_apart() -> None:
+    space = "knobs:\n  activation_checkpointing: [none, full]\n  accumulate: [reduce, local]\n"
+    plan = plan_of(make_job(), space)
+    both = plan.configure({"activation_checkpointing": "full", "accumulate": "local"})
+    assert changes(both, plan.baseline) == {"activation_checkpointing": "full", "accumulate": "local"}
+    assert plan.choices_of(both) == {"activation_checkpointing": "full", "accumulate": "local"}
+    first = plan.configure({"activation_checkpointing": "none", "accumulate": "local"})
+    assert "accumulate" not in acting_knobs(first.with_knobs({"stage": 1}))
+
+
+def test_recomputation_is_left_out_for_a_model_without_blocks() -> None:
+    sizes = replace(SIZES, has_blocks=False)
+    plan = make_plan(make_job(), load_space("memory"), sizes, 2, make_workload(), make_cluster())
+    assert "activation_checkpointing" not in plan.space
+    assert "activation_checkpointing left out" in plan.notes[0]
 
 
 def test_the_baseline_is_the_defaults_with_the_files_micro_batch() -> None:

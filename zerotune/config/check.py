@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from zerotune.config.errors import UsageError
-from zerotune.config.knobs import REGISTRY, OptimizerName, Release
+from zerotune.config.knobs import REGISTRY, OptimizerName, Release, in_words
 from zerotune.config.schema import JobConfig
 from zerotune.config.section import Section
 from zerotune.config.source import KeyPath
@@ -35,10 +35,12 @@ def _set(section: Section, *names: str) -> Iterator[str]:
 
 def _knobs_without_effect(job: JobConfig) -> Iterator[Finding]:
     zero = job.zero
-    for name in _set(zero, *type(zero).model_fields):
-        if zero.stage not in REGISTRY[name].stages:
-            acts = " and ".join(str(stage) for stage in REGISTRY[name].stages)
-            yield ("zero", name), f"has no effect at stage {zero.stage}, it acts at stage {acts}; remove it"
+    for name, info in REGISTRY.items():
+        if name not in _set(getattr(job, info.section), name):
+            continue
+        if zero.stage not in info.stages:
+            acts = in_words(info.stages)
+            yield (info.section, name), f"has no effect at stage {zero.stage}, it acts at {acts}; remove it"
         elif name == "max_reuse_distance" and zero.release is not Release.REUSE:
             yield (
                 ("zero", name),

@@ -171,6 +171,8 @@ def _sentence(error: ErrorDetails, path: KeyPath, field: FieldInfo) -> str:
         return str(context.get("error", error["msg"]))
     if kind == "string_pattern_mismatch" and path[-1:] == ("factory",):
         return f"{show(value)} is not a factory; write module:function or path/to/file.py:function"
+    if kind == "string_pattern_mismatch" and path[-1] in REGISTRY:
+        return f"{show(value)} is not known here; write {REGISTRY[str(path[-1])].type}"
     if value is None:
         return f"is empty; write {wanted(field)}"
     item = len(path) > 0 and isinstance(path[-1], int)

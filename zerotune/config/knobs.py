@@ -6,10 +6,10 @@ line's table, the documentation pages, validation messages and exporters are all
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -43,6 +43,9 @@ def _unit_size(value: object) -> object:
         raise ValueError("unit_size is 'block' or at least 1 element")
     return size
 
+
+Recomputed = Annotated[str, Field(pattern=r"^(none|full|every_([2-9]|[1-9][0-9]+))$")]
+"""Which blocks are recomputed in backward: ``none``, ``full``, or ``every_K`` for every K-th."""
 
 ElementsOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_elements_or_auto)]
 ElementsOrNone = Annotated[int | None, BeforeValidator(_elements_or_none)]
@@ -118,22 +121,31 @@ class KnobInfo:
             ("takes", self.range),
             ("default", self.default),
             ("unit", self.unit or "none"),
-            ("acts in", " and ".join(f"stage {stage}" for stage in self.stages)),
+            ("acts in", in_words(self.stages)),
             ("DeepSpeed", self.deepspeed or "none"),
             ("FSDP2", self.fsdp2 or "none"),
         ]
 
 
-_ALL = (0, 3)
+def in_words(stages: Sequence[int]) -> str:
+    """Stages as a text: ``stage 3``, ``stages 1, 2 and 3``, ``stages 0 to 3``."""
+    if tuple(stages) == _ALL:
+        return f"stages {_ALL[0]} to {_ALL[-1]}"
+    *rest, last = map(str, stages)
+    return f"stages {', '.join(rest)} and {last}" if rest else f"stage {last}"
+
+
+_ALL = (0, 1, 2, 3)
+_PARTITIONED = (1, 2, 3)
 _THREE = (3,)
 
 REGISTRY: dict[str, KnobInfo] = {
     info.name: info
     for info in (
         KnobInfo(
-            "stage", "zero", "0 or 3", "", "3",
-            "what is partitioned: nothing (0), or optimizer state, gradients and parameters (3)",
-            _ALL, "zero_optimization.stage", "fully_shard (3) or DDP (0)", "3",
+            "stage", "zero", "0, 1, 2 or 3", "", "3",
+            "what is partitioned: nothing (0), optimizer state (1), gradients too (2), parameters too (3)",
+            _ALL, "zero_optimization.stage", "fully_shard (3, or 2 without reshard_after_forward) or DDP (0)", "2",
         ),
         KnobInfo(
             "unit_size", "zero", "block, or a size", "elements", "block",
@@ -142,8 +154,8 @@ REGISTRY: dict[str, KnobInfo] = {
         ),
         KnobInfo(
             "allgather_bucket_size", "zero", "auto, or a size", "elements", "auto: one block",
-            "units gathered in one collective, at most",
-            _THREE, None, "which modules share one fully_shard call", "100M",
+            "units gathered in one collective, at most; at stages 1 and 2, in the refresh after a step",
+            _PARTITIONED, None, "which modules share one fully_shard call", "100M",
         ),
         KnobInfo(
             "prefetch_distance", "zero", "auto, or a size", "elements", "auto: one block",
@@ -186,6 +198,16 @@ REGISTRY: dict[str, KnobInfo] = {
             "samples per rank in one forward pass; the global batch is held constant by accumulation",
             _ALL, "train_micro_batch_size_per_gpu", None, "4", 1,
         ),
+        KnobInfo(
+            "activation_checkpointing", "train", "none, full or every_K", "", "none",
+            "recompute blocks in backward instead of keeping what is inside them: no block, all, or every K-th",
+            _ALL, "activation checkpointing of the model itself", "apply_activation_checkpointing", "every_2",
+        ),
+        KnobInfo(
+            "accumulate", "train", "reduce or local", "", "reduce",
+            "reduce the gradients of every micro-batch into the shards, or keep them full and reduce once per step",
+            (0, 2, 3), "no_sync (stages 0 and 1)", "set_requires_gradient_sync", "local",
+        ),
     )
 }  # fmt: skip
 
@@ -199,12 +221,6 @@ def find_knob(name: str) -> KnobInfo | None:
         if name in (info.deepspeed or "").replace(".", " ").split():
             return info
     return None
-
-
-def knob_values(knobs: Knobs, micro_batch_size: int) -> Iterator[tuple[str, Any]]:
-    """Yield ``(name, value)`` of every knob in the registry's order, wherever it stands in model.yaml."""
-    for name, info in REGISTRY.items():
-        yield name, getattr(knobs, name) if info.section == "zero" else micro_batch_size
 
 
 class OptimizerName(StrEnum):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 PLANNED_KEYS: dict[str, str] = {
-    "activation_checkpointing": "remove the line",
-    "accumulate": "remove the line; gradients are reduced in every micro-batch",
     "memory_budget": "remove the line; the budget of a search is search.memory_budget",
     "offload": "remove the line; offload to host memory is not there yet",
     "offload_param": "remove the line; offload to host memory is not there yet",
@@ -15,7 +13,6 @@ PLANNED_KEYS: dict[str, str] = {
 """Keys of ``zero:`` and ``train:`` that come later, with what to do until then."""
 
 PLANNED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "zero.stage": ((1, 2), "use 0 or 3"),
     "zero.release": (("planned",), "use after_use, reuse or keep"),
     "train.engine": (("ddp", "fsdp2", "deepspeed"), "use zerotune"),
 }

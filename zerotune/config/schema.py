@@ -6,11 +6,12 @@ Every field but ``model`` has a default. Reading a file, with line numbers in it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from zerotune.config.knobs import Knobs, OptimizerName
+from zerotune.config.knobs import REGISTRY, Knobs, OptimizerName, Recomputed
 from zerotune.config.section import Section
 from zerotune.config.units import Bytes, Duration
 
@@ -170,7 +171,10 @@ class LrScheduleConfig(Section):
 
 
 class TrainConfig(Section):
-    """How it is trained. ``global_batch_size`` is part of the workload; ``micro_batch_size`` is a knob.
+    """How it is trained.
+
+    ``global_batch_size`` is part of the workload; ``micro_batch_size``, ``activation_checkpointing`` and
+    ``accumulate`` are knobs.
 
     ``leaf_modules`` names modules, or classes of modules, through which ranks may take different branches; ``auto``
     finds mixtures of experts. It is a property of the model and changes no mathematics.
@@ -179,6 +183,8 @@ class TrainConfig(Section):
     steps: int = Field(100, ge=1)
     global_batch_size: int = Field(8, ge=1)
     micro_batch_size: int | None = Field(None, ge=1)
+    activation_checkpointing: Recomputed = "none"
+    accumulate: Literal["reduce", "local"] = "reduce"
     precision: Literal["fp32", "bf16"] = "fp32"
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
@@ -239,3 +245,32 @@ class JobConfig(Section):
     zero: Knobs = Knobs()
     cluster: ClusterConfig = ClusterConfig()
     search: SearchConfig = SearchConfig()
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Every knob's value by name, in the registry's order, whichever section it stands in."""
+        return {name: getattr(getattr(self, info.section), name) for name, info in REGISTRY.items()}
+
+    def with_knobs(self, values: Mapping[str, Any]) -> JobConfig:
+        """The same job with other values of some knobs, by name.
+
+        Raises:
+            ValidationError: A knob does not take its value.
+        """
+        sections: dict[str, Section] = {}
+        for section in dict.fromkeys(REGISTRY[name].section for name in values):
+            own = getattr(self, section)
+            mine = {name: value for name, value in values.items() if REGISTRY[name].section == section}
+            sections[section] = type(own).model_validate(dict(own) | mine)
+        return self.model_copy(update=sections)
+
+
+def knob_default(name: str) -> Any:
+    """A knob's default; ``None`` for a micro-batch that follows from the global batch."""
+    return section_of(name).model_fields[name].default
+
+
+def section_of(name: str) -> type[Section]:
+    """The section in which a knob stands."""
+    sections: dict[str, type[Section]] = {"zero": Knobs, "train": TrainConfig}
+    return sections[REGISTRY[name].section]

@@ -25,8 +25,9 @@ from pydantic import Field, ValidationError, create_model, field_validator, mode
 
 from zerotune.config.errors import UsageError
 from zerotune.config.explain import one_of, show
-from zerotune.config.knobs import REGISTRY, Knobs, Release
+from zerotune.config.knobs import REGISTRY, Release
 from zerotune.config.load import raise_problems, validate
+from zerotune.config.schema import JobConfig, knob_default, section_of
 from zerotune.config.section import Section
 from zerotune.config.source import KeyPath, Source, parse_yaml, read_text
 
@@ -83,11 +84,13 @@ class ModelSizes:
         block: The largest repeated block.
         model: All parameters.
         largest_parameter: The largest single parameter.
+        has_blocks: Whether blocks repeat; otherwise ``block`` is the largest unit.
     """
 
     block: int
     model: int
     largest_parameter: int
+    has_blocks: bool = True
 
 
 @dataclass(frozen=True)
@@ -185,30 +188,30 @@ class Space:
         """What makes two spaces the same question: the dimensions, not the name or the description."""
         return {dimension.name: dimension.facts() for dimension in self.dimensions}
 
-    def to_knobs(self, choices: Mapping[str, Any], sizes: ModelSizes, base: Knobs) -> Knobs:
-        """Turn choices into absolute knobs.
+    def apply(self, choices: Mapping[str, Any], sizes: ModelSizes, base: JobConfig) -> JobConfig:
+        """Turn choices into a job with absolute knobs.
 
         Args:
             choices: Raw value by name of knob. What is not there stays as in ``base``; ``micro_batch_size`` is for
                 :meth:`micro_batch_size`.
             sizes: What multiples refer to.
-            base: The knobs of the file.
+            base: The job of the file.
 
         Returns:
-            Knobs, in which one that the other choices leave without meaning is back at its default.
+            The job, in which a knob that the other choices leave without meaning is back at its default.
 
         Raises:
             UsageError: ``release: reuse`` was chosen, and neither the choices nor ``base`` say for which distance.
         """
         unknown = [name for name in choices if name not in self]
         assert not unknown, f"choices that are not in space {self.name}: {unknown}"
-        values = base.model_dump()
+        values = base.knobs
         for dimension in self.dimensions:
             name = dimension.name
             if name == _MICRO:
                 continue
             if not dimension.is_active({**values, **choices}):
-                values[name] = Knobs.model_fields[name].default
+                values[name] = knob_default(name)
             elif name in choices:
                 values[name] = _absolute(dimension, choices[name], sizes)
         if values["release"] != Release.REUSE:
@@ -218,7 +221,7 @@ class Space:
                 f"space {self.name} offers release: reuse without a max_reuse_distance",
                 "add zero.max_reuse_distance to model.yaml, or max_reuse_distance to the space",
             )
-        return Knobs.model_validate(values)
+        return base.with_knobs(values)
 
     def micro_batch_size(self, choices: Mapping[str, Any], base: int, per_rank: int) -> int:
         """Samples per rank in one forward pass.
@@ -390,7 +393,7 @@ class _Reader:
                 return None
             return int(raw)
         try:
-            value = getattr(Knobs.model_validate({name: raw}), name)
+            value = getattr(section_of(name).model_validate({name: raw}), name)
         except ValidationError as error:
             first = error.errors()[0]
             if first["type"] == "value_error":
@@ -433,6 +436,13 @@ class _Reader:
 def _example(name: str) -> str:
     if REGISTRY[name].unit == "elements":
         return "{relative_to: block, values: [0.5, 1, 2]}"
-    return {"release": "[after_use, keep]", "overlap_comm": "[true, false]", "stage": "[0, 3]"}.get(
-        name, "[1, 2, 4]"
-    )
+    return _EXAMPLES.get(name, "[1, 2, 4]")
+
+
+_EXAMPLES = {
+    "release": "[after_use, keep]",
+    "overlap_comm": "[true, false]",
+    "stage": "[2, 3]",
+    "activation_checkpointing": "[none, full]",
+    "accumulate": "[reduce, local]",
+}

@@ -20,12 +20,13 @@ train:
   steps: 100                    # optimizer steps of a launch
   global_batch_size: 8          # samples per optimizer step over all ranks; stays as it is whatever the knobs
   micro_batch_size: 2           # samples per rank in one forward pass; the rest is accumulated
+  activation_checkpointing: none # recompute blocks in backward: none, full, or every_2, every_3
   precision: fp32               # or bf16
   optimizer: {name: adamw, lr: 3e-4}
   seed: 0
 
 zero:
-  stage: 3                      # partition parameters, gradients and optimizer state; 0 is plain data parallel
+  stage: 3                      # partition optimizer state (1), gradients too (2), parameters too (3), or nothing (0)
   prefetch_distance: auto       # how far ahead of use parameters are gathered, in elements: auto, 0, 5e6, 50M
   release: after_use            # when gathered parameters are dropped: after_use, reuse or keep
 

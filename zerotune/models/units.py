@@ -135,6 +135,11 @@ def layout_of(units: Iterable[Unit], ranks: int, persistence_threshold: int = 0,
     )
 
 
+def repeated_blocks(module: nn.Module, leaf_modules: LeafModules = "auto") -> list[nn.Module]:
+    """The model's repeated blocks, in the order of the module tree."""
+    return [unit.module for unit in cut_into_units(module, leaf_modules=leaf_modules) if unit.is_block]
+
+
 def largest_block(module: nn.Module, leaf_modules: LeafModules = "auto") -> int:
     """Elements of the largest repeated block, which ``auto`` sizes stand for; of the largest unit if none repeats."""
     units = cut_into_units(module, leaf_modules=leaf_modules)

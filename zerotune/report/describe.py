@@ -9,7 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from zerotune.config.knobs import AUTO, REGISTRY, Knobs
+from zerotune.config.knobs import AUTO, REGISTRY
+from zerotune.config.schema import knob_default
 from zerotune.records import Failure, Fingerprint, Ledger, Measurement, RunRecord
 from zerotune.report import format
 from zerotune.report.comparison import Comparison, Figure
@@ -146,12 +147,8 @@ def _knobs(run: RunRecord, baseline: RunRecord | None) -> Table:
 
 def _fixed_defaults() -> dict[str, Any]:
     """Defaults that do not depend on the model; what ``auto`` became cannot be told from a number given."""
-    defaults = Knobs().model_dump()
-    return {
-        info.path: defaults[name]
-        for name, info in REGISTRY.items()
-        if info.section == "zero" and defaults[name] != AUTO
-    }
+    defaults = {name: knob_default(name) for name in REGISTRY if name != "micro_batch_size"}
+    return {REGISTRY[name].path: value for name, value in defaults.items() if value != AUTO}
 
 
 def _ledger(summary: LedgerSummary) -> list[Table]:

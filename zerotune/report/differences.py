@@ -32,7 +32,7 @@ class Difference:
 
 def knob_values(config: JobConfig) -> dict[str, Any]:
     """Every knob's value by its dotted path, in the registry's order."""
-    return {info.path: getattr(getattr(config, info.section), name) for name, info in REGISTRY.items()}
+    return {REGISTRY[name].path: value for name, value in config.knobs.items()}
 
 
 def knob_differences(reference: JobConfig, config: JobConfig) -> list[Difference]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zerotune.config.check import batch_plan
 from zerotune.config.errors import UsageError
-from zerotune.config.knobs import REGISTRY, Knobs
+from zerotune.config.knobs import REGISTRY
 from zerotune.config.load import load_job
 from zerotune.config.schema import JobConfig
 from zerotune.records import Fingerprint
@@ -18,6 +19,8 @@ from zerotune.store.store import Store
 
 BEST = "best"
 DEFAULT = "default"
+
+_MICRO = "micro_batch_size"
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,7 @@ class Chosen:
 class _Source:
     """Knobs from somewhere, not fitted to these ranks yet."""
 
-    knobs: Knobs
-    micro_batch: int | None
+    knobs: dict[str, Any]
     origin: str
     caveats: tuple[str, ...] = ()
 
@@ -72,22 +74,15 @@ def choose(
     source = _with_sets(source, job, sets)
     ranks = int(cluster.facts["nodes"]) * int(cluster.facts["ranks_per_node"])
     micro, caveats = _fitting_micro_batch(source, job, ranks)
-    return Chosen(
-        job.model_copy(
-            update={
-                "zero": resolve_knobs(source.knobs, block),
-                "train": job.train.model_copy(update={"micro_batch_size": micro}),
-            }
-        ),
-        source.origin,
-        source.caveats + caveats,
-    )
+    fitted = job.with_knobs({**source.knobs, _MICRO: micro})
+    resolved = fitted.model_copy(update={"zero": resolve_knobs(fitted.zero, block)})
+    return Chosen(resolved, source.origin, source.caveats + caveats)
 
 
 def _source(
     option: str, job: JobConfig, store: Store | None, workload: Fingerprint, cluster: Fingerprint
 ) -> _Source:
-    own = _Source(job.zero, job.train.micro_batch_size, "the knobs of the file, defaults where it is silent")
+    own = _Source(job.knobs, "the knobs of the file, defaults where it is silent")
     if option == DEFAULT:
         return own
     if option == BEST:
@@ -111,7 +106,7 @@ def _source(
 
 
 def _of(config: JobConfig, origin: str) -> _Source:
-    return _Source(config.zero, config.train.micro_batch_size, origin)
+    return _Source(config.knobs, origin)
 
 
 def _with_sets(source: _Source, job: JobConfig, sets: Sequence[str]) -> _Source:
@@ -120,15 +115,14 @@ def _with_sets(source: _Source, job: JobConfig, sets: Sequence[str]) -> _Source:
     names = [name for name, info in REGISTRY.items() if info.path in paths]
     if not names:
         return source
-    zero = {name: getattr(job.zero, name) for name in names if REGISTRY[name].section == "zero"}
-    micro = job.train.micro_batch_size if "micro_batch_size" in names else source.micro_batch
+    set_here = {name: job.knobs[name] for name in names}
     origin = f"{source.origin}; with {', '.join(names)} from --set"
-    return replace(source, knobs=source.knobs.model_copy(update=zero), micro_batch=micro, origin=origin)
+    return replace(source, knobs=source.knobs | set_here, origin=origin)
 
 
 def _fitting_micro_batch(source: _Source, job: JobConfig, ranks: int) -> tuple[int, tuple[str, ...]]:
     """The micro-batch, or the nearest smaller one that divides if it comes from another number of ranks."""
-    whole, wanted = job.train.global_batch_size, source.micro_batch
+    whole, wanted = job.train.global_batch_size, source.knobs[_MICRO]
     if wanted is None or wanted == job.train.micro_batch_size:
         return batch_plan(whole, ranks, wanted).micro_batch_size, ()
     per_rank = batch_plan(whole, ranks, None).micro_batch_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from zerotune.config.knobs import REGISTRY, Release, knob_values
+from zerotune.config.knobs import REGISTRY, Release
 from zerotune.config.schema import JobConfig
 
 
@@ -16,11 +16,7 @@ def acting_knobs(job: JobConfig) -> dict[str, Any]:
     only in it run the same.
     """
     assert job.train.micro_batch_size is not None
-    acting = {
-        name: value
-        for name, value in knob_values(job.zero, job.train.micro_batch_size)
-        if job.zero.stage in REGISTRY[name].stages
-    }
+    acting = {name: value for name, value in job.knobs.items() if job.zero.stage in REGISTRY[name].stages}
     if job.zero.release is not Release.REUSE:
         acting.pop("max_reuse_distance", None)
     return acting

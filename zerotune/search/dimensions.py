@@ -12,7 +12,7 @@ import optuna
 from zerotune.config.space import Dimension
 
 Choices = dict[str, Any]
-"""Raw choice by name of knob, as :meth:`zerotune.config.space.Space.to_knobs` takes them."""
+"""Raw choice by name of knob, as :meth:`zerotune.config.space.Space.apply` takes them."""
 
 MOST_POINTS = 20_000
 """Spaces with more points than this are not listed."""

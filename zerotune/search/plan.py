@@ -9,8 +9,8 @@ from typing import Any
 
 from zerotune.config.check import batch_plan
 from zerotune.config.errors import UsageError
-from zerotune.config.knobs import Knobs
-from zerotune.config.schema import JobConfig, SearchConfig
+from zerotune.config.knobs import REGISTRY
+from zerotune.config.schema import JobConfig, SearchConfig, knob_default
 from zerotune.config.space import Dimension, ModelSizes, Space
 from zerotune.records import Fingerprint
 from zerotune.schedule import resolve_knobs
@@ -19,6 +19,7 @@ from zerotune.search.dimensions import Choices
 from zerotune.search.question import question, study_name
 
 _MICRO = "micro_batch_size"
+_RECOMPUTED = "activation_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class SearchPlan:
                 dimension.name: value,
                 **{name: allowed[0] for name, allowed in dimension.when.items()},
             }
-            return shown(_knob(self.configure(choices), dimension.name))
+            return shown(self.configure(choices).knobs[dimension.name])
 
         if dimension.values is not None:
             text = ", ".join(number(value) for value in dimension.values)
@@ -86,7 +87,8 @@ class SearchPlan:
     @cached_property
     def baseline(self) -> JobConfig:
         """The defaults that a speed-up is measured against; the micro-batch is the file's."""
-        return self.resolve(Knobs(), self.file_micro_batch)
+        defaults = self.job.with_knobs({name: knob_default(name) for name in REGISTRY})
+        return self.resolve(defaults, self.file_micro_batch)
 
     @cached_property
     def baseline_key(self) -> str:
@@ -95,7 +97,7 @@ class SearchPlan:
     @cached_property
     def from_file(self) -> JobConfig | None:
         """The file's own knobs, if they differ from the defaults."""
-        job = self.resolve(self.job.zero, self.file_micro_batch)
+        job = self.resolve(self.job, self.file_micro_batch)
         return job if canonical_key(job) != self.baseline_key else None
 
     @property
@@ -105,24 +107,19 @@ class SearchPlan:
 
     def configure(self, choices: Choices) -> JobConfig:
         """The configuration that a point of the space stands for, every knob a number."""
-        knobs = self.space.to_knobs(choices, self.sizes, self.job.zero)
+        job = self.space.apply(choices, self.sizes, self.job)
         per_rank = self.job.train.global_batch_size // self.ranks
-        return self.resolve(knobs, self.space.micro_batch_size(choices, self.file_micro_batch, per_rank))
+        return self.resolve(job, self.space.micro_batch_size(choices, self.file_micro_batch, per_rank))
 
-    def resolve(self, knobs: Knobs, micro_batch: int) -> JobConfig:
-        """The job with these knobs, every ``auto`` a number.
+    def resolve(self, job: JobConfig, micro_batch: int) -> JobConfig:
+        """A job with this micro-batch, and every ``auto`` a number.
 
         Raises:
             UsageError: The global batch does not divide.
         """
-        train = self.job.train
-        batch_plan(train.global_batch_size, self.ranks, micro_batch)
-        return self.job.model_copy(
-            update={
-                "zero": resolve_knobs(knobs, self.sizes.block),
-                "train": train.model_copy(update={_MICRO: micro_batch}),
-            }
-        )
+        batch_plan(job.train.global_batch_size, self.ranks, micro_batch)
+        job = job.with_knobs({_MICRO: micro_batch})
+        return job.model_copy(update={"zero": resolve_knobs(job.zero, self.sizes.block)})
 
     def choices_of(self, job: JobConfig) -> Choices | None:
         """A point of the space that stands for a configuration, or ``None`` if there is none.
@@ -133,7 +130,7 @@ class SearchPlan:
         for dimension in self.space.dimensions:
             if not dimension.is_active(choices):
                 continue
-            wanted = _knob(job, dimension.name)
+            wanted = job.knobs[dimension.name]
             for value in self._candidates(dimension, wanted):
                 if self._becomes(job, {dimension.name: value}, dimension.name) == wanted:
                     choices[dimension.name] = value
@@ -147,9 +144,9 @@ class SearchPlan:
         if name == _MICRO:
             return self.configure(choice).train.micro_batch_size
         # Whether the knob has a meaning is for the caller to know: conditions are met by the job itself.
-        met = {parent: getattr(job.zero, parent) for parent in self.space[name].when}
+        met = {parent: job.knobs[parent] for parent in self.space[name].when}
         try:
-            return getattr(self.space.to_knobs({**met, **choice}, self.sizes, job.zero), name)
+            return self.space.apply({**met, **choice}, self.sizes, job).knobs[name]
         except UsageError:
             return None
 
@@ -171,10 +168,6 @@ class SearchPlan:
             yield round(value) if dimension.is_integer else value
 
 
-def _knob(job: JobConfig, name: str) -> Any:
-    return job.train.micro_batch_size if name == _MICRO else getattr(job.zero, name)
-
-
 def make_plan(
     job: JobConfig,
     space: Space,
@@ -186,7 +179,8 @@ def make_plan(
 ) -> SearchPlan:
     """Make the plan of a search.
 
-    Micro-batches that do not divide the global batch over these ranks are left out of the space.
+    Micro-batches that do not divide the global batch over these ranks are left out of the space, and so is
+    recomputation for a model without blocks.
 
     Raises:
         UsageError: The file's own batch does not divide, or no micro-batch of the space does.
@@ -195,6 +189,9 @@ def make_plan(
     batch_plan(train.global_batch_size, ranks, train.micro_batch_size)
     per_rank = train.global_batch_size // ranks
     notes: tuple[str, ...] = ()
+    if _RECOMPUTED in space and not sizes.has_blocks:
+        space = _without(space, _RECOMPUTED)
+        notes = (f"{_RECOMPUTED} left out: the model has no blocks that repeat",)
     if _MICRO in space and space[_MICRO].relative_to is None:
         fitting, left_out = _fitting(space[_MICRO], per_rank)
         if not fitting:
@@ -205,11 +202,25 @@ def make_plan(
             )
         if left_out:
             shown = ", ".join(str(value) for value in left_out)
-            notes = (f"micro_batch_size {shown} left out: {per_rank} samples per rank do not divide by it",)
+            notes += (f"micro_batch_size {shown} left out: {per_rank} samples per rank do not divide by it",)
         narrowed = replace(space[_MICRO], values=fitting, low=None, high=None, log=False)
         dimensions = tuple(narrowed if each.name == _MICRO else each for each in space.dimensions)
         space = replace(space, dimensions=dimensions)
     return SearchPlan(job, space, sizes, ranks, workload, cluster, name, notes)
+
+
+def _without(space: Space, name: str) -> Space:
+    """A space without one knob, which stays as the file has it.
+
+    Raises:
+        UsageError: Nothing else is in it.
+    """
+    left = tuple(each for each in space.dimensions if each.name != name and name not in each.when)
+    if not left:
+        raise UsageError(
+            f"space {space.name} turns only {name}, which this model cannot", "use another space"
+        )
+    return replace(space, dimensions=left)
 
 
 def _fitting(dimension: Dimension, per_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

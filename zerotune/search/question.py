@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zerotune.config.errors import UsageError
+from zerotune.config.knobs import REGISTRY
 from zerotune.config.schema import JobConfig
 from zerotune.records import Fingerprint, StudyRecord
 from zerotune.runs.versions import versions
@@ -38,7 +39,7 @@ def question(
             "workload": workload.facts,
             "cluster": cluster.facts,
             "zero": job.zero.model_dump(mode="json"),
-            "micro_batch_size": job.train.micro_batch_size,
+            "train": {name: job.knobs[name] for name, info in REGISTRY.items() if info.section == "train"},
             "engine": job.train.engine,
             "measuring": {
                 "warmup_steps": search.warmup_steps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zerotune.config.schema import JobConfig
 from zerotune.config.space import ModelSizes
-from zerotune.models.units import largest_block
+from zerotune.models.units import largest_block, repeated_blocks
 from zerotune.train.describe import describe
 
 
@@ -18,5 +18,6 @@ def model_sizes(job: JobConfig) -> ModelSizes:
     return ModelSizes(
         block=largest_block(facts.module),
         model=facts.parameters,
+        has_blocks=bool(repeated_blocks(facts.module, job.train.leaf_modules)),
         largest_parameter=max((p.numel() for p in facts.module.parameters()), default=0),
     )

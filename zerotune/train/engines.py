@@ -11,6 +11,7 @@ from zerotune.config.knobs import Knobs
 from zerotune.config.schema import JobConfig
 from zerotune.engine.group import RankGroup
 from zerotune.engine.protocol import Engine
+from zerotune.models.recompute import recompute_blocks
 from zerotune.train.optim import optimizer_factory
 
 
@@ -31,6 +32,7 @@ def make_engine(job: JobConfig, model: nn.Module, group: RankGroup) -> TunedEngi
     from zerotune.zero.engine import ZeroEngine
 
     assert job.train.engine == "zerotune", "the schema knows no other engine"
+    recompute_blocks(model, job.train.activation_checkpointing, leaf_modules=job.train.leaf_modules)
     return ZeroEngine(
         model,
         optimizer=optimizer_factory(job.train.optimizer),
@@ -38,5 +40,6 @@ def make_engine(job: JobConfig, model: nn.Module, group: RankGroup) -> TunedEngi
         group=group,
         precision=job.train.precision,
         clip_norm=job.train.clip_norm,
+        accumulate=job.train.accumulate,
         leaf_modules=job.train.leaf_modules,
     )
