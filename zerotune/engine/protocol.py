@@ -18,12 +18,16 @@ class StepResult:
     Attributes:
         loss: Weighted mean of the losses given to :meth:`Engine.backward` since the last step, over all ranks.
         weight: Sum of their weights over all ranks (with token counts as weights, the step's real tokens).
-        grad_norm: Global 2-norm of the mean gradient before clipping.
+        grad_norm: Global norm of the mean gradient before clipping: the 2-norm, or whichever clipping is set to.
+        skipped: Whether the parameters were left alone, because the gradient was not finite on some rank.
+        loss_scale: What losses were multiplied by before backward, under fp16.
     """
 
     loss: float
     weight: float
     grad_norm: float
+    skipped: bool = False
+    loss_scale: float = 1.0
 
 
 class Engine(Protocol):

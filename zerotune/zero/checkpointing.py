@@ -15,6 +15,7 @@ from zerotune.config.errors import UsageError
 from zerotune.engine import RankGroup
 from zerotune.zero.executor import Executor
 from zerotune.zero.reducer import Reducer
+from zerotune.zero.scaler import LossScaler, SkippedSteps
 from zerotune.zero.shards import ShardedParam, ShardStore
 
 
@@ -30,6 +31,8 @@ class CheckpointMixin:
     _reducer: Reducer
     _loss_sum: torch.Tensor
     _weight_sum: float
+    _scaler: LossScaler
+    _skipped: SkippedSteps
 
     _begin_window: Callable[[], None]
     _count_full_gradients: Callable[[], None]
@@ -107,10 +110,12 @@ class CheckpointMixin:
 
     def engine_values(self) -> dict[str, Any]:
         """Small state that shapes the next step."""
-        return {}
+        return {"loss_scale": self._scaler.state(), "skipped_in_a_row": self._skipped.in_a_row}
 
     def set_engine_values(self, values: dict[str, Any]) -> None:
         """Load what :meth:`engine_values` gave."""
+        self._scaler.load(values.get("loss_scale"))
+        self._skipped.in_a_row = int(values.get("skipped_in_a_row", 0))
 
     def window(self) -> tuple[int, RankWindow]:
         """Micro-batches in the open window, none of whose reductions is under way, and this rank's part of its sums."""
@@ -128,8 +133,11 @@ class CheckpointMixin:
         """Drop the open window and begin another, with sums that are loaded next; empty if ``position`` is 0."""
         self._begin_window()
         held, kept = set(mine.held if mine else ()), set(summed)
+        if kept:
+            self.shards.materialize_grads()
         for param in self.shards.params:
-            param.param.grad = torch.zeros_like(param.param) if param.name in held else None
+            full = param.param
+            full.grad = torch.zeros_like(full, dtype=full.grad_dtype) if param.name in held else None
             param.has_grad = param.name in kept
         self._count_full_gradients()
         if mine is None:

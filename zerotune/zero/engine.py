@@ -16,6 +16,7 @@ from zerotune.checkpoints import FlatSlice
 from zerotune.config.errors import RunFailed, UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper, RankGroup, StepResult
+from zerotune.engine.meeting import meet
 from zerotune.models.access import AccessWatch
 from zerotune.models.units import LeafModules, cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
@@ -26,21 +27,21 @@ from zerotune.zero.comm import Communicator
 from zerotune.zero.executor import Executor
 from zerotune.zero.gatherer import Gatherer
 from zerotune.zero.managed import ManagedParameters
+from zerotune.zero.norms import NormType, clip_factor, norm_part, norm_type_of, whole_norm
 from zerotune.zero.optimizer import (
     OptimizerFactory,
     frozen_homes,
     optimizer_bytes,
     regroup,
     shard_optimizer,
-    squared_norm,
 )
 from zerotune.zero.pool import BufferPool
+from zerotune.zero.precision import DtypeChoice, Precision, PrecisionName
 from zerotune.zero.reducer import Reducer
+from zerotune.zero.scaler import LossScaler, LossScaling, RankTrouble, SkippedSteps, in_words
 from zerotune.zero.shards import ShardedParam, ShardStore
 
 logger = logging.getLogger(__name__)
-
-COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ZeroEngine(CheckpointMixin):
@@ -64,8 +65,16 @@ class ZeroEngine(CheckpointMixin):
             parameter groups, or ``None`` for AdamW.
         knobs: What moves time and memory. Default: stage 3 with every size ``auto``.
         group: The ranks. Default: the default group of ``torch.distributed``, or a single process.
-        precision: ``fp32``, or ``bf16`` with fp32 master weights, gradients and optimizer state.
-        clip_norm: Largest global 2-norm of the gradient; ``None`` for no clipping.
+        precision: ``fp32``, or ``bf16`` or ``fp16`` with fp32 master weights and optimizer state; ``fp16`` scales
+            losses.
+        clip_norm: Largest global norm of the gradient; ``None`` for no clipping.
+        clip_norm_type: Which norm, 2 or infinity.
+        gradient_dtype: ``fp32``, or ``compute`` to keep gradients, and sum them over micro-batches, in the compute
+            dtype.
+        reduce_dtype: In which gradients travel: in the ``compute`` dtype, or in ``fp32``. They are summed in fp32.
+        loss_scaling: How the loss scale of ``fp16`` moves.
+        max_skipped_steps: A step is skipped on all ranks if a gradient is not finite on one of them; so many in a row
+            end the run.
         accumulate: ``reduce`` adds every micro-batch's gradients to the shards; ``local`` lets full gradients
             accumulate on every rank and reduces them once per step. Stage 1 always does the latter.
         leaf_modules: Names or class names of modules through which ranks may take different branches: each is one
@@ -83,20 +92,33 @@ class ZeroEngine(CheckpointMixin):
         optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
         knobs: Knobs | None = None,
         group: RankGroup | None = None,
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: PrecisionName = "fp32",
         clip_norm: float | None = None,
         accumulate: Literal["reduce", "local"] = "reduce",
         leaf_modules: LeafModules = "auto",
         collective_timeout_s: float | None = None,
+        *,
+        clip_norm_type: float | NormType = "2",
+        gradient_dtype: DtypeChoice = "fp32",
+        reduce_dtype: DtypeChoice = "compute",
+        loss_scaling: LossScaling | None = None,
+        max_skipped_steps: int = 50,
     ) -> None:
         self.module = module
         self.group = group or RankGroup.default()
         self.precision = precision
-        self._dtype = COMPUTE_DTYPE[precision]
+        self.dtypes = Precision.of(precision, gradient_dtype, reduce_dtype)
+        self._dtype = self.dtypes.compute
         self._clip_norm = clip_norm
+        if clip_norm is not None and not clip_norm >= 0:
+            raise UsageError(f"clip_norm {clip_norm} is not a number of at least 0")
+        self._norm_type = norm_type_of(clip_norm_type)
+        self._scaler = LossScaler((loss_scaling or LossScaling()) if precision == "fp16" else None)
+        self._skipped = SkippedSteps(max_skipped_steps)
         _refuse_what_cannot_work(module, self.group.device)
         self.knobs = resolve_knobs(knobs or Knobs(), largest_block(module, leaf_modules))
         self._is_replicated = self.knobs.stage == 0
+        self._accumulates_locally = accumulate == "local" or self.knobs.stage == 1
 
         self.ledger = LedgerKeeper(self.group.rank)
         self._comm = Communicator(self.group, self.ledger, self.knobs.overlap_comm, collective_timeout_s)
@@ -113,6 +135,8 @@ class ZeroEngine(CheckpointMixin):
             self._dtype,
             self.group.device,
             self.ledger,
+            self.dtypes.gradient,
+            holds_grads=not self._accumulates_locally,
         )
         if not self.shards.trainable:
             raise UsageError("the model has nothing to train: no parameter requires a gradient")
@@ -120,9 +144,14 @@ class ZeroEngine(CheckpointMixin):
             self.shards, self.group.size, self._comm, self._pool, self.ledger, self._dtype
         )
         self._reducer = Reducer(
-            self.shards, self.layout, self._comm, self._pool, self.ledger, self._dtype, self._is_replicated
+            self.shards,
+            self.layout,
+            self._comm,
+            self._pool,
+            self.ledger,
+            self.dtypes.reduce,
+            self._is_replicated,
         )
-        self._accumulates_locally = accumulate == "local" or self.knobs.stage == 1
         self._full_grad_bytes = 0
         self._executor = Executor(
             self.knobs,
@@ -135,7 +164,7 @@ class ZeroEngine(CheckpointMixin):
             self._before_window,
         )
         self._frozen_homes = frozen_homes(optimizer, self.shards.params)
-        self.optimizer = shard_optimizer(optimizer, self.shards.trainable)
+        self.optimizer = shard_optimizer(optimizer, self.shards.trainable, self._slice_of)
         self._optimizer_bytes = 0
         uses = {unit.module: (unit.label, (index,)) for index, unit in enumerate(self._units)}
         self._watcher = UseWatcher(module, uses, self._executor)
@@ -177,7 +206,8 @@ class ZeroEngine(CheckpointMixin):
         with self._clean_on_error():
             self._executor.begin_backward(self.module)
             self._watcher.begin_backward()
-            (loss * weight if weight != 1.0 else loss).backward(retain_graph=retain_graph)
+            scale = weight * self._scaler.factor
+            (_widened(loss) * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
             self._watcher.end_backward()
             self._managed.check_unchanged()
             self._executor.end_backward()
@@ -188,53 +218,58 @@ class ZeroEngine(CheckpointMixin):
     def step(self) -> StepResult:
         """Reduce, clip, update the parameters, and begin the next accumulation window.
 
+        If a gradient is not finite on some rank, all ranks skip the update, and the result says so.
+
         Raises:
-            RunFailed: There was no backward pass, or the ranks ran different schedules.
+            RunFailed: There was no backward pass, the ranks ran different schedules, or too many steps in a row were
+                skipped.
         """
         self._executor.finish_open_passes()
         if self._executor.window_position == 0:
             raise RunFailed("step() without a backward pass before it")
         if self._accumulates_locally:
+            self.shards.materialize_grads()
             self._executor.reduce_accumulated()
             self._count_full_gradients()
         self._reducer.drain()
         trainable = self.shards.trainable
-        squares = squared_norm(trainable, self.group.size, self.group.rank, self._is_replicated)
+        part = norm_part(trainable, self.group.size, self.group.rank, self._is_replicated, self._norm_type)
         untouched = sum(1 for p in trainable if p.ref not in self._reducer.touched)
+        trouble = self._reducer.first_trouble
         numbers = self.group.gather_numbers(
             [
                 float(self._loss_sum),
                 self._weight_sum,
-                float(squares),
+                part,
                 float(untouched),
+                float(next((i for i, p in enumerate(trainable) if p is trouble), -1)),
                 *self._digest_numbers(),
             ]
         )
         self._comm.check_tags()
-        self._compare_digests([row[4:] for row in numbers])
+        self._compare_digests([row[5:] for row in numbers])
         weight = math.fsum(row[1] for row in numbers)
         if weight <= 0:
             raise RunFailed("the step has no items: every micro-batch on every rank had weight 0")
         loss = math.fsum(row[0] for row in numbers) / weight
-        norm = math.sqrt(sum(row[2] for row in numbers)) / weight
-        unused = self._unused_everywhere() if any(row[3] for row in numbers) else set()
-
-        factor = 1.0 / weight
-        if self._clip_norm is not None and math.isfinite(norm):
-            factor *= min(1.0, self._clip_norm / (norm + 1e-6))
-        if factor != 1.0:
-            torch._foreach_mul_(self.shards.flat_grads, factor)
-        for param in trainable:
-            param.master.grad = None if param.ref in unused else param.grad
-        self.optimizer.step()
-        for param in trainable:
-            param.master.grad = None
-            param.has_grad = False
-        self._account_optimizer()
-        self._publish_updates()
+        parts = [row[2] for row in numbers]
+        divisor = weight * self._scaler.factor
+        norm = whole_norm(parts, self._norm_type) / divisor
+        is_skipped = not all(map(math.isfinite, parts))
+        if not is_skipped:
+            unused = self._unused_everywhere() if any(row[3] for row in numbers) else set()
+            self._update(1.0 / divisor * clip_factor(norm, self._clip_norm), unused)
+        result = StepResult(loss, weight, norm, is_skipped, self._scaler.scale)
         self._begin_window()
+        self._scaler.update(is_skipped, weight / self.group.size)
         self.steps += 1
-        return StepResult(loss=loss, weight=weight, grad_norm=norm)
+        self._note_skip(result, numbers)
+        return result
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped because a gradient was not finite."""
+        return self._skipped.total
 
     def flush(self) -> None:
         """Drop everything that is only held to be fast: after it nothing is live, and pools are empty."""
@@ -259,6 +294,7 @@ class ZeroEngine(CheckpointMixin):
 
         Every rank gets all of it; parameters are fp32 whatever the precision. At most one unit is gathered at a time.
         """
+        meet(self.group, "full_state_dict")
         full: dict[torch.Tensor, torch.Tensor] = {}
         for param in self.shards.params:
             full[param.param] = self._full_master(param)
@@ -405,6 +441,7 @@ class ZeroEngine(CheckpointMixin):
         self._pool.flush()
         for param in self.shards.params:
             param.param.grad = None
+            param.param.grad_dtype = self._dtype
             param.param.data = torch.empty(0, dtype=self._dtype, device=self.group.device)
         self.optimizer.state.clear()
         self.optimizer.param_groups.clear()
@@ -488,6 +525,44 @@ class ZeroEngine(CheckpointMixin):
         self.layout = Layout(tuple(units), self.group.size)
         self._executor.use_layout(self.layout)
 
+    def _update(self, factor: float, unused: set[ParamRef]) -> None:
+        """Let the optimizer update the masters, and every copy follow.
+
+        Args:
+            factor: What gradients are multiplied by first.
+            unused: Parameters without a gradient on any rank.
+        """
+        trainable = self.shards.trainable
+        with self.shards.update_grads(factor) as grads:
+            for param, grad in zip(trainable, grads, strict=True):
+                param.master.grad = None if param.ref in unused else grad
+            self.optimizer.step()
+            for param in trainable:
+                param.master.grad = None
+        self._account_optimizer()
+        self._publish_updates()
+
+    def _note_skip(self, result: StepResult, numbers: list[list[float]]) -> None:
+        """Say that a step was skipped, and why; look closer in the steps that follow."""
+        self._skipped.note(result.skipped)
+        self._reducer.looks_for_trouble = result.skipped
+        if not result.skipped:
+            return
+        trainable = self.shards.trainable
+        troubles = [
+            RankTrouble(
+                rank,
+                loss=not math.isfinite(row[0]),
+                parameter=None if row[4] < 0 else trainable[int(row[4])].name,
+                slices=not math.isfinite(row[2]),
+            )
+            for rank, row in enumerate(numbers)
+        ]
+        step = self.steps - 1
+        self._skipped.fail_if_too_many(step, troubles, result.loss_scale)
+        if self.group.rank == 0:
+            logger.warning("step %d is skipped: %s", step, in_words(troubles))
+
     def _count_full_gradients(self) -> None:
         """Keep the ledger right about full gradients that wait for the step."""
         now = sum(p.param.grad.nbytes for p in self.shards.params if p.param.grad is not None)
@@ -530,9 +605,11 @@ class ZeroEngine(CheckpointMixin):
             )
 
     def _begin_window(self) -> None:
+        self.shards.forget_grads()
         self._loss_sum.zero_()
         self._weight_sum = 0.0
         self._reducer.touched.clear()
+        self._reducer.first_trouble = None
         self._executor.window_position = 0
         self._executor.digests.clear()
 
@@ -553,13 +630,24 @@ class ZeroEngine(CheckpointMixin):
         return FlatSlice.of(values[: end - start], start, param.numel)
 
     def _load_master(self, param: ShardedParam, value: torch.Tensor) -> None:
-        flat = value.detach().to(self.group.device, torch.float32).reshape(-1)
-        master = param.master.detach()
-        if self._is_replicated:
-            master[: param.numel].copy_(flat)
-            return
-        start, end = slice_bounds(param.numel, self.group.size, self.group.rank)
-        master[: end - start].copy_(flat[start:end])
+        param.master.detach().copy_(self._slice_of(param, value.to(self.group.device, torch.float32)))
+
+    def _slice_of(self, param: ShardedParam, value: torch.Tensor) -> torch.Tensor:
+        """What a master holds of a full tensor of the parameter's shape, zeros where it holds padding  # 1D"""
+        flat = value.detach().reshape(-1)
+        part = flat.new_zeros(param.master.numel())
+        start, end = (
+            (0, param.numel)
+            if self._is_replicated
+            else slice_bounds(param.numel, self.group.size, self.group.rank)
+        )
+        part[: end - start].copy_(flat[start:end])
+        return part
+
+
+def _widened(loss: torch.Tensor) -> torch.Tensor:
+    """In at least fp32, so that a factor is not rounded."""
+    return loss if loss.dtype.itemsize >= 4 else loss.float()
 
 
 def _state_device(optimizer: torch.optim.Optimizer) -> torch.device:

@@ -10,6 +10,7 @@ from torch import nn
 
 from zerotune.config.errors import UsageError
 from zerotune.schedule import ParamRef
+from zerotune.zero.elementwise import refuse_by_name, refuse_unless_elementwise
 from zerotune.zero.shards import ShardedParam
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -17,7 +18,9 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 def shard_optimizer(
-    optimizer: torch.optim.Optimizer | OptimizerFactory | None, params: Iterable[ShardedParam]
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None,
+    params: Iterable[ShardedParam],
+    shard: Callable[[ShardedParam, torch.Tensor], torch.Tensor],
 ) -> torch.optim.Optimizer:
     """Make an optimizer work on slices.
 
@@ -26,19 +29,26 @@ def shard_optimizer(
             and their settings are kept); or a callable that builds one from parameter groups; or ``None`` for AdamW
             with torch's defaults.
         params: The trainable parameters.
+        shard: The part, laid out like the parameter's master, of a tensor of the full parameter's shape.
 
     Returns:
         The optimizer over the slices (the same object where one was given).
 
     Raises:
-        UsageError: It holds parameters that are not the model's, lacks some, or has stepped already.
+        UsageError: It is not elementwise, holds parameters that are not the model's, lacks some, or has stepped
+            already.
     """
     trainable = list(params)
     if optimizer is None:
         optimizer = torch.optim.AdamW
+    device = trainable[0].master.device
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer([{"params": [p.master for p in trainable]}])
-    if optimizer.state:
+        refuse_by_name(optimizer)
+        built = optimizer([{"params": [p.master for p in trainable]}])
+        refuse_unless_elementwise(built, device)
+        return built
+    refuse_unless_elementwise(optimizer, device)
+    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise UsageError(
             "the optimizer has stepped before the engine was built",
             "give the engine a new optimizer, then load its state",
@@ -59,6 +69,15 @@ def shard_optimizer(
                 continue  # frozen parameters may be listed; they have no slice to update
             seen.add(param)
             slices.append(sharded.master)
+            # What the constructor made (Adagrad's sums) is as long as the full parameter.
+            initial = optimizer.state.pop(param, None)
+            if initial:
+                optimizer.state[sharded.master] = {
+                    key: shard(sharded, value)
+                    if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim()
+                    else value
+                    for key, value in initial.items()
+                }
         group["params"] = slices
     missing = [p.name for p in trainable if p.param not in seen]
     if missing:
@@ -115,25 +134,6 @@ def regroup(
             number = current.get(param.master, homes.get(param.ref, last))
             optimizer.param_groups[number]["params"].append(param.master)
     return left
-
-
-def squared_norm(params: Iterable[ShardedParam], ranks: int, rank: int, replicated: bool) -> torch.Tensor:
-    """Sum of squares of this rank's slices of the gradients, in a fixed order.
-
-    Padding is zero and adds nothing. At stage 0, where every rank holds all slices, only the rank's own count, so
-    that the sum over ranks is the same to the bit at every stage.
-
-    Returns:
-        A float64 scalar tensor on the gradients' device.
-    """
-    slices = []
-    for param in params:
-        if param.grad is not None and param.has_grad:
-            slices.append(param.grad.view(ranks, param.slice)[rank] if replicated else param.grad)
-    if not slices:
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(torch._foreach_norm(slices)).to(torch.float64)
-    return (norms * norms).sum()
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

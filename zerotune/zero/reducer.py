@@ -50,7 +50,7 @@ class Reducer:
         comm: Issues the collectives.
         pool: Buffers.
         ledger: Counts bytes.
-        dtype: Dtype of the gradients and of what travels.
+        dtype: Dtype that travels; sums are fp32.
         replicate: Whether every rank gets the whole sum (stage 0).
     """
 
@@ -76,6 +76,10 @@ class Reducer:
         self._collected: set[ParamRef] = set()
         self.touched: set[ParamRef] = set()
         """Parameters that had a gradient on this rank since the set was last cleared."""
+        self.looks_for_trouble = False
+        """Whether to look at every full gradient, at the price of reading it once more, for :attr:`first_trouble`."""
+        self.first_trouble: ShardedParam | None = None
+        """The first parameter since it was last cleared whose gradient on this rank was not finite."""
 
     def collect(self, index: int, bucket: Bucket, refs: Sequence[ParamRef]) -> None:
         """Copy full gradients into a bucket and free them; a parameter without one counts as zeros.
@@ -96,6 +100,12 @@ class Reducer:
             if gradient is None:
                 target.zero_()
             else:
+                if (
+                    self.looks_for_trouble
+                    and self.first_trouble is None
+                    and not bool(gradient.isfinite().all())
+                ):
+                    self.first_trouble = param
                 _copy_rows(target, gradient, param.numel)
                 param.param.grad = None
                 self.touched.add(ref)

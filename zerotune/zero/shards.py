@@ -10,7 +10,8 @@ the parameter's, so autograd does not take it for an in-place change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +38,10 @@ class ShardedParam:
             in the full one  # 1D
         master: What the optimizer updates, fp32: this rank's slice, or all slices at stage 0. Where the compute
             dtype is fp32 it is the shard itself  # 1D
-        grad: Where reduced gradients are summed, as long as ``master``; ``None`` for a frozen parameter  # 1D
+        grad: Where reduced gradients are summed, as long as ``master``; ``None`` for a frozen parameter, and while
+            the store holds none  # 1D
         persistent: Whether the full parameter stays.
+        trains: Whether it gets gradients in this accumulation window.
         has_grad: Whether ``grad`` holds anything since the last step.
     """
 
@@ -52,6 +55,7 @@ class ShardedParam:
     master: nn.Parameter
     grad: torch.Tensor | None
     persistent: bool
+    trains: bool = False
     has_grad: bool = False
 
     @property
@@ -106,7 +110,9 @@ class ShardStore:
         compute_dtype: Dtype of the full parameters and of gathers.
         device: Device of everything.
         ledger: Counts the bytes.
-        grad_dtype: Dtype in which the shards' gradients are kept.
+        grad_dtype: Dtype in which gradients are kept.
+        holds_grads: Whether the shards' gradients are held through the accumulation window. Otherwise full gradients
+            are, and the shards' exist between :meth:`materialize_grads` and :meth:`forget_grads`.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class ShardStore:
         device: torch.device,
         ledger: LedgerKeeper,
         grad_dtype: torch.dtype = torch.float32,
+        holds_grads: bool = True,
     ) -> None:
         self._layout = layout
         self._rank = rank
@@ -127,6 +134,7 @@ class ShardStore:
         self._device = device
         self._ledger = ledger
         self._grad_dtype = grad_dtype
+        self._holds_grads = holds_grads
         self.units: list[ShardedUnit] = []
         for index, unit in enumerate(units):
             sizes = layout.units[index].params
@@ -164,7 +172,7 @@ class ShardStore:
     @property
     def trainable(self) -> list[ShardedParam]:
         """Parameters that get gradients, in the order of units."""
-        return [p for p in self.params if p.grad is not None]
+        return [p for p in self.params if p.trains]
 
     def refresh_shards(self) -> None:
         """Bring the working copies of this rank up to date with the masters, after the optimizer or a load."""
@@ -175,17 +183,38 @@ class ShardStore:
             torch._foreach_copy_(targets, [p.master.detach() for p in self.params])
 
     def allocate_grads(self) -> None:
-        """One flat gradient buffer per unit for the parameters that require a gradient now, and views per parameter.
+        """Make room for the gradients of the parameters that require one now.
 
-        Between two accumulation windows only: what the old buffers hold is lost.
+        Between two accumulation windows only: what was summed is lost.
         """
+        self._free_grads()
+        for param in self.params:
+            param.trains = param.param.requires_grad
+            # Full gradients that are summed over micro-batches have the dtype that gradients are kept in.
+            param.param.grad_dtype = self._dtype if self._holds_grads else self._grad_dtype
+        if self._holds_grads:
+            self.materialize_grads()
+
+    def forget_grads(self) -> None:
+        """The step is over: nothing is summed any more."""
+        for param in self.params:
+            param.has_grad = False
+        if not self._holds_grads:
+            self._free_grads()
+
+    def _free_grads(self) -> None:
         self._ledger.add(ByteClass.GRADIENT, -sum(flat.nbytes for flat in self.flat_grads))
         self.flat_grads = []
+        for param in self.params:
+            param.grad = None
+            param.has_grad = False
+
+    def materialize_grads(self) -> None:
+        """One flat gradient buffer per unit, and views per parameter, where there are none yet."""
+        if self.flat_grads:
+            return
         for unit in self.units:
-            trainable = [p for p in unit.params if p.param.requires_grad]
-            for param in unit.params:
-                param.grad = None
-                param.has_grad = False
+            trainable = [p for p in unit.params if p.trains]
             flat = self._zeros(sum(p.master.numel() for p in trainable), self._grad_dtype, ByteClass.GRADIENT)
             for param, piece in zip(
                 trainable, flat.split([p.master.numel() for p in trainable]), strict=True
@@ -193,6 +222,29 @@ class ShardStore:
                 param.grad = piece
             if flat.numel():
                 self.flat_grads.append(flat)
+
+    @contextmanager
+    def update_grads(self, factor: float) -> Iterator[list[torch.Tensor]]:
+        """The gradients that the optimizer is given, times a factor: fp32, in the order of :attr:`trainable`.
+
+        Those that are kept in fp32 are scaled in place; of others there is a copy inside the context.
+        """
+        if self._grad_dtype is torch.float32:
+            if factor != 1.0:
+                torch._foreach_mul_(self.flat_grads, factor)
+            yield [p.grad for p in self.trainable if p.grad is not None]
+            return
+        wide = [flat.float() for flat in self.flat_grads]
+        if factor != 1.0:
+            torch._foreach_mul_(wide, factor)
+        held = sum(flat.nbytes for flat in wide)
+        self._ledger.add(ByteClass.GRADIENT, held)
+        sizes = [[p.master.numel() for p in unit.params if p.trains] for unit in self.units]
+        sizes = [size for size in sizes if sum(size)]
+        try:
+            yield [piece for flat, size in zip(wide, sizes, strict=True) for piece in flat.split(size)]
+        finally:
+            self._ledger.add(ByteClass.GRADIENT, -held)
 
     def release_everything(self) -> None:
         """Drop all storage held here and take it off the ledger."""
