@@ -1,0 +1,122 @@
+"""Random modules and random settings of all knobs, small first, so that failures shrink to something short."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.fuzz.jobs import STEPS, Case
+from tests.fuzz.modules import Model, Node
+from zerotune.config.knobs import REGISTRY
+
+WIDTHS = (1, 2, 3, 4, 5, 7, 8, 11, 13)
+SIZES = (1, 2, 3, 5, 7, 16, 17)
+
+LEAVES = (
+    "linear", "mlp", "norm", "scale", "vector", "table", "conv", "attention", "encoder", "params", "buffers",
+    "hollow", "strided", "alias", "provider", "normed", "inplace", "identity", "ref", "tied", "borrow",
+)  # fmt: skip
+ONE_CHILD = (
+    "residual", "twice", "checkpoint", "freeze", "silent", "stop", "keyword", "delegate", "unused",
+)  # fmt: skip
+SOME_CHILDREN = ("sequential", "list", "dict", "branch", "fork")
+
+leaves = st.builds(Node, st.sampled_from(LEAVES), st.sampled_from(SIZES), st.booleans())
+
+
+def _above(children: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    one = st.builds(Node, st.sampled_from(ONE_CHILD), st.just(1), st.booleans(), st.tuples(children))
+    some = st.builds(
+        Node,
+        st.sampled_from(SOME_CHILDREN),
+        st.integers(0, 3),
+        st.booleans(),
+        st.lists(children, min_size=1, max_size=4).map(tuple),
+    )
+    return st.one_of(some, one)
+
+
+nodes = st.recursive(leaves, _above, max_leaves=9)
+
+chains = st.builds(
+    Node,
+    st.sampled_from(("sequential", "list")),
+    st.just(1),
+    st.just(False),
+    st.lists(
+        st.builds(
+            Node, st.sampled_from(("linear", "mlp", "conv", "norm")), st.sampled_from(SIZES), st.booleans()
+        ),
+        min_size=2,
+        max_size=5,
+    ).map(tuple),
+)
+
+models = st.builds(
+    Model,
+    body=st.one_of(
+        nodes,
+        st.builds(
+            Node,
+            st.sampled_from(("sequential", "list", "fork")),
+            st.integers(0, 3),
+            st.booleans(),
+            st.lists(nodes, min_size=2, max_size=3).map(tuple),
+        ),
+        chains,
+    ),
+    width=st.sampled_from(WIDTHS),
+    vocabulary=st.sampled_from((2, 7, 16, 31)),
+    pool=st.lists(st.booleans(), min_size=1, max_size=2).map(tuple),
+    pool_at_root=st.booleans(),
+    tied_head=st.booleans(),
+    frozen=st.integers(0, 3).map(lambda n: n == 3),
+    outputs=st.sampled_from(("tensor", "tuple", "dict", "nested")),
+)
+
+elements = st.one_of(st.sampled_from((0, 10**6)), st.integers(0, 800))
+
+
+@st.composite
+def knob_settings(draw: st.DrawFn) -> tuple[tuple[str, Any], ...]:
+    """A value for every knob of the registry that stands under ``zero:``."""
+    or_auto = st.one_of(st.just("auto"), elements)
+    release = draw(st.sampled_from(("after_use", "reuse", "keep")))
+    knobs = {
+        "stage": draw(st.sampled_from((3, 3, 3, 0, 1, 2))),
+        "unit_size": draw(st.one_of(st.just("block"), st.integers(1, 600))),
+        "allgather_bucket_size": draw(or_auto),
+        "prefetch_distance": draw(st.one_of(st.just(0), or_auto)),
+        "param_persistence_threshold": draw(st.one_of(st.just(0), or_auto)),
+        "release": release,
+        "max_reuse_distance": draw(elements) if release == "reuse" else None,
+        "max_live_parameters": draw(st.one_of(st.none(), elements)),
+        "reduce_bucket_size": draw(or_auto),
+        "overlap_comm": draw(st.booleans()),
+    }
+    return tuple(knobs.items())
+
+
+def undrawn_knobs() -> set[str]:
+    """Knobs of the engine that :func:`knob_settings` does not draw yet."""
+    drawn = {
+        "stage", "unit_size", "allgather_bucket_size", "prefetch_distance", "param_persistence_threshold", "release",
+        "max_reuse_distance", "max_live_parameters", "reduce_bucket_size", "overlap_comm",
+    }  # fmt: skip
+    return {name for name, info in REGISTRY.items() if info.section == "zero"} - drawn
+
+
+cases = st.builds(
+    Case,
+    model=models,
+    ranks=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    accumulate=st.sampled_from(("reduce", "local")),
+    clip=st.sampled_from((None, 0.05, 1.0)),
+    weight_decay=st.sampled_from((0.0, 0.1)),
+    two_losses=st.booleans(),
+    evaluate_before=st.sets(st.integers(0, STEPS - 1), max_size=2).map(lambda steps: tuple(sorted(steps))),
+    teacher=st.integers(0, 3).map(lambda n: n == 3),
+    knobs=knob_settings(),
+)
