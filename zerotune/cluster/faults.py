@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
 import time
@@ -27,6 +28,7 @@ _COLLATERAL = (
     "ncclRemoteError",
     "ncclSystemError",
     "Watchdog caught collective operation timeout",
+    "Received data size doesn't match expected size",
 )
 _CPU_ALLOCATOR = (
     "DefaultCPUAllocator",
@@ -151,6 +153,18 @@ def first_cause(faults: list[RankFault]) -> RankFault:
         faults: At least one.
     """
     return min(faults, key=lambda fault: (fault.collateral, fault.at))
+
+
+def with_whereabouts(cause: RankFault, faults: list[RankFault]) -> RankFault:
+    """The cause, with what its rank did last as the ranks that outlived it tell (an error's ``doing``, by rank)."""
+    if cause.error is not None or cause.rank is None or cause.traceback is not None:
+        return cause
+    for fault in faults:
+        with contextlib.suppress(Exception):
+            doing = getattr(pickle.loads(fault.error or b""), "doing", {}).get(cause.rank)
+            if doing:
+                return replace(cause, message=f"{cause.message}; its last collective: {doing}")
+    return cause
 
 
 def failure_of(fault: RankFault, place: RankPlace | None) -> Failure:

@@ -142,9 +142,9 @@ class RunWatch:
                 self._take_end(ref)
 
     def _cause(self) -> RankFault:
-        from zerotune.cluster.faults import first_cause
+        from zerotune.cluster.faults import first_cause, with_whereabouts
 
-        cause = first_cause(self._faults)
+        cause = with_whereabouts(first_cause(self._faults), self._faults)
         if cause.collateral:
             # Nobody else said anything: perhaps a whole node is gone and Ray has not noticed yet.
             for rank, state in self._ask_all(set(self._running.values())).items():
