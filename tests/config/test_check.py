@@ -22,6 +22,22 @@ GPT = "model: {gpt: {}}\n"
             "1:28: zero.max_reuse_distance: has no effect with release: after_use",
         ),
         (
+            "train: {gradient_dtype: compute}",
+            "1:25: train.gradient_dtype: has no effect with precision fp32; remove it",
+        ),
+        (
+            "train: {reduce_dtype: fp32}",
+            "1:23: train.reduce_dtype: has no effect with precision fp32; remove it",
+        ),
+        (
+            "train: {precision: bf16, loss_scale: {initial: 8}}",
+            "1:48: train.loss_scale.initial: has no effect with precision bf16, only with fp16; remove it",
+        ),
+        (
+            "train: {clip_norm_type: inf}",
+            "1:25: train.clip_norm_type: clips nothing without train.clip_norm; add it",
+        ),
+        (
             "train: {accumulate: local}\nzero: {stage: 1}",
             "1:21: train.accumulate: has no effect at stage 1, it acts at stages 0, 2 and 3",
         ),

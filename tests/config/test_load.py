@@ -109,7 +109,7 @@ CASES = {
     "unit size": ("zero: {unit_size: true}", "1:19: zero.unit_size: true is not allowed here; write block, or a number of elements "),
     "not a bool": ("zero: {overlap_comm: 7}", "1:22: zero.overlap_comm: 7 is not true or false"),
     "word": ("train: {lr_schedule: {name: cosin}}", "1:29: train.lr_schedule.name: 'cosin' is not known here, did you mean cosine?"),
-    "precision": ("train: {precision: int4}", "1:20: train.precision: 'int4' is not known here; write fp32 or bf16"),
+    "precision": ("train: {precision: int4}", "1:20: train.precision: 'int4' is not known here; write fp32, bf16 or fp16"),
     "text": ("search: {space: 7}", "1:17: search.space: 7 is not a text; quote it"),
     "list": ("data: {text: {paths: here}}", "1:22: data.text.paths: 'here' is not a list of values, such as [a, b]"),
     "length": ("train: {optimizer: {betas: [0.9]}}", "1:21: train.optimizer.betas: has the wrong length; write a list of 2 numbers"),

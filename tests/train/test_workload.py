@@ -45,6 +45,7 @@ def test_knobs_steps_and_seed_are_no_part_of_it(change):
         {"train": {"optimizer": {"name": "sgd"}}},
         {"train": {"lr_schedule": {"name": "cosine"}}},
         {"train": {"clip_norm": 1.0}},
+        {"train": {"precision": "fp16"}},
         {"data": {"synthetic": {"pad_fraction": 0.5}}},
         {"model": {"gpt": {**TINY_GPT["gpt"], "layers": 3}}},
     ],
@@ -84,3 +85,20 @@ def test_missing_files_are_named():
 def test_needs_no_torch():
     code = "import sys, zerotune.train.workload, zerotune.train.measure; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        ({"precision": "bf16"}, {"gradient_dtype": "compute"}),
+        ({"precision": "bf16"}, {"reduce_dtype": "fp32"}),
+        ({"precision": "fp16"}, {"loss_scale": {"growth_interval": 100}}),
+        ({"clip_norm": 1.0}, {"clip_norm_type": "inf"}),
+    ],
+    ids=str,
+)
+def test_dtypes_and_norms_count_where_they_act(base, change):
+    key = workload_fingerprint(changed(JOB, train=base)).key
+    assert workload_fingerprint(changed(JOB, train=base | change)).key != key
+    idle = workload_fingerprint(changed(JOB, train=change)).key
+    assert idle == workload_fingerprint(JOB).key

@@ -53,6 +53,18 @@ def _train_without_effect(job: JobConfig) -> Iterator[Finding]:
     others = {OptimizerName.ADAMW: ("momentum", "nesterov"), OptimizerName.SGD: ("betas", "eps")}
     for name in _set(train.optimizer, *others[train.optimizer.name]):
         yield ("train", "optimizer", name), f"has no effect with {train.optimizer.name}; remove it"
+    if train.precision == "fp32":
+        for name in _set(train, "gradient_dtype", "reduce_dtype"):
+            yield ("train", name), "has no effect with precision fp32; remove it"
+    if train.precision != "fp16":
+        for name in _set(train.loss_scale, *type(train.loss_scale).model_fields):
+            yield (
+                ("train", "loss_scale", name),
+                f"has no effect with precision {train.precision}, only with fp16; remove it",
+            )
+    if train.clip_norm is None:
+        for name in _set(train, "clip_norm_type"):
+            yield ("train", name), "clips nothing without train.clip_norm; add it"
     schedule = train.lr_schedule
     if schedule.name == "constant":
         for name in _set(schedule, "decay_steps", "min_ratio"):

@@ -170,6 +170,22 @@ class LrScheduleConfig(Section):
     min_ratio: float = Field(0.0, ge=0, le=1)
 
 
+class LossScaleConfig(Section):
+    """How the loss scale of fp16 moves: up after ``growth_interval`` good steps in a row, down after a skipped one."""
+
+    initial: float = Field(2.0**16, gt=0)
+    growth: float = Field(2.0, ge=1)
+    growth_interval: int = Field(2000, ge=1)
+    backoff: float = Field(0.5, gt=0, lt=1)
+    minimum: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _minimum_is_below(self) -> Self:
+        if self.minimum > self.initial:
+            raise ValueError(f"minimum {self.minimum:g} is above initial {self.initial:g}")
+        return self
+
+
 class TrainConfig(Section):
     """How it is trained.
 
@@ -178,6 +194,10 @@ class TrainConfig(Section):
 
     ``leaf_modules`` names modules, or classes of modules, through which ranks may take different branches; ``auto``
     finds mixtures of experts. It is a property of the model and changes no mathematics.
+
+    Under bf16 and fp16, ``gradient_dtype`` is in which gradients are kept and ``reduce_dtype`` in which they travel;
+    parameters travel in the dtype of ``precision``, and sums over ranks, masters and optimizer state are fp32. A step with
+    a gradient that is not finite is skipped; ``max_skipped_steps`` in a row end the run.
     """
 
     steps: int = Field(100, ge=1)
@@ -185,10 +205,15 @@ class TrainConfig(Section):
     micro_batch_size: int | None = Field(None, ge=1)
     activation_checkpointing: Recomputed = "none"
     accumulate: Literal["reduce", "local"] = "reduce"
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    gradient_dtype: Literal["fp32", "compute"] = "fp32"
+    reduce_dtype: Literal["fp32", "compute"] = "compute"
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    max_skipped_steps: int = Field(50, ge=1)
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     clip_norm: float | None = Field(None, gt=0)
+    clip_norm_type: Literal[2, "inf"] = 2
     engine: Literal["zerotune"] = "zerotune"
     leaf_modules: tuple[str, ...] | Literal["auto"] = "auto"
     seed: int = Field(0, ge=0)

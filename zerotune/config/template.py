@@ -21,7 +21,7 @@ train:
   global_batch_size: 8          # samples per optimizer step over all ranks; stays as it is whatever the knobs
   micro_batch_size: 2           # samples per rank in one forward pass; the rest is accumulated
   activation_checkpointing: none # recompute blocks in backward: none, full, or every_2, every_3
-  precision: fp32               # or bf16
+  precision: fp32               # or bf16, fp16
   optimizer: {name: adamw, lr: 3e-4}
   seed: 0
 

@@ -30,6 +30,7 @@ class TunedEngine(Engine, Checkpointable, Protocol):
 def make_engine(job: JobConfig, model: nn.Module, group: RankGroup) -> TunedEngine:
     """Build the engine that ``train.engine`` names."""
     from zerotune.zero.engine import ZeroEngine
+    from zerotune.zero.scaler import LossScaling
 
     assert job.train.engine == "zerotune", "the schema knows no other engine"
     recompute_blocks(model, job.train.activation_checkpointing, leaf_modules=job.train.leaf_modules)
@@ -40,6 +41,11 @@ def make_engine(job: JobConfig, model: nn.Module, group: RankGroup) -> TunedEngi
         group=group,
         precision=job.train.precision,
         clip_norm=job.train.clip_norm,
+        clip_norm_type=job.train.clip_norm_type,
+        gradient_dtype=job.train.gradient_dtype,
+        reduce_dtype=job.train.reduce_dtype,
+        loss_scaling=LossScaling(**job.train.loss_scale.model_dump()),
+        max_skipped_steps=job.train.max_skipped_steps,
         accumulate=job.train.accumulate,
         leaf_modules=job.train.leaf_modules,
     )

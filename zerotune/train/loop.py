@@ -41,6 +41,7 @@ class Loop:
         step: Number of the next step.
         losses: Loss of every step taken here.
         tokens: Real tokens of the latest step on this rank.
+        skipped: Numbers of the steps that changed nothing, because a gradient was not finite.
     """
 
     job: JobConfig
@@ -51,6 +52,7 @@ class Loop:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     tokens: float = 0.0
+    skipped: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.task = Task(self.job.model)
@@ -59,7 +61,7 @@ class Loop:
         """Take one optimizer step over the global batch.
 
         Raises:
-            RunFailed: The loss is no longer finite.
+            RunFailed: The loss is no longer finite, though the step was taken; or too many steps in a row were skipped.
         """
         train, group = self.job.train, self.group
         seed_step(train.seed, group.rank, self.step)
@@ -73,13 +75,25 @@ class Loop:
             # Data of the user's own has no tokens; its items stand in for them.
             self.tokens += weight if batch.tokens is None else batch.tokens
         result = self.engine.step()
-        if not math.isfinite(result.loss):
-            raise RunFailed(
-                f"the loss of step {self.step} is {result.loss}",
-                "lower train.optimizer.lr or set train.clip_norm",
-            )
         self.losses.append(result.loss)
         self.step += 1
+        if result.skipped:
+            self.skipped.append(self.step - 1)
+        else:
+            self.check_loss()
+
+    def check_loss(self) -> None:
+        """Whether the latest loss is a number; that of a skipped step need not be, but that of the last step.
+
+        Raises:
+            RunFailed: It is not.
+        """
+        loss = self.losses[-1]
+        if not math.isfinite(loss):
+            raise RunFailed(
+                f"the loss of step {self.step - 1} is {loss}",
+                "lower train.optimizer.lr or set train.clip_norm",
+            )
 
     def timed_step(self) -> float:
         """Take one optimizer step and return its seconds on this rank, from an idle device to an idle device."""

@@ -21,6 +21,7 @@ class Reporter:
     def __init__(self, ctx: RankContext) -> None:
         self.ctx = ctx
         self.last = -INTERVAL_S
+        self.skipped = 0
 
     def phase(self, phase: str, step: int = 0, steps: int | None = None) -> None:
         """A new phase begins."""
@@ -40,9 +41,11 @@ class Reporter:
         """
         now = time.monotonic()
         done = loop.step if done is None else done
-        if now - self.last < INTERVAL_S and done != steps:
+        new = loop.skipped[self.skipped :]
+        if now - self.last < INTERVAL_S and done != steps and not new:
             return
         self.last = now
+        self.skipped += len(new)
         self.ctx.report(
             Progress(
                 phase=phase,
@@ -52,5 +55,6 @@ class Reporter:
                 # This rank's share times the ranks: near enough to look at, and nothing has to be exchanged.
                 tokens_per_second=loop.tokens * loop.group.size / seconds,
                 memory_bytes=bytes_in_use(loop.group.device),
+                message=f"step {new[-1]} was skipped: a gradient was not finite" if new else None,
             )
         )

@@ -79,6 +79,7 @@ def _measure(
     reporter.phase("measure", steps=spec.max_steps)
     steady = measure_steps(loop, spec, reporter)
 
+    loop.check_loss()
     reporter.phase("profile")
     ledger = _step_with_ledger(loop, engine) if spec.record_ledger else None
     ranks_memory = _memory(loop, engine, spec)
@@ -88,6 +89,7 @@ def _measure(
         measurement=_measurement(loop, steady, ranks_memory, ledger, spec, startup_s),
         ledger=ledger,
         losses=loop.losses,
+        skipped=loop.skipped,
         first_step=first_step,
     )
 
@@ -128,6 +130,7 @@ def _train(
                 checkpoint = saving.save(engine, spec.run_dir, loop.step)
     if job.train.save_async:
         checkpoint = saving.finish(engine)
+    loop.check_loss()
 
     steady = stopwatch.steady(loop.group, spec.half_width)
     return RankReport(
@@ -136,6 +139,7 @@ def _train(
         measurement=_measurement(loop, steady, ranks_memory, ledger, spec, startup_s),
         ledger=ledger,
         losses=loop.losses,
+        skipped=loop.skipped,
         first_step=first_step,
         checkpoint=checkpoint,
     )

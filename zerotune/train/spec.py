@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from zerotune.config.schema import JobConfig
 from zerotune.records import Ledger, Measurement
 from zerotune.records.base import Record
@@ -48,6 +50,7 @@ class RankReport(Record):
         measurement: The same on every rank.
         ledger: This rank's ledger of one steady step.
         losses: Loss of every step, from step 0 or from where it resumed.
+        skipped: Numbers of the steps that changed nothing, because a gradient was not finite.
         first_step: Number of the first step taken here.
         checkpoint: Folder of the last checkpoint saved.
     """
@@ -57,5 +60,6 @@ class RankReport(Record):
     measurement: Measurement | None = None
     ledger: Ledger | None = None
     losses: list[float]
+    skipped: list[int] = Field(default_factory=list)
     first_step: int = 0
     checkpoint: str | None = None

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from zerotune.config.errors import UsageError
-from zerotune.config.schema import JobConfig
+from zerotune.config.schema import JobConfig, TrainConfig
 from zerotune.models.factory import source_hash
 from zerotune.records import Fingerprint
 
 _TRAIN_FACTS = {"global_batch_size", "precision", "optimizer", "lr_schedule", "clip_norm"}
+
+_OPTIONAL_FACTS: dict[str, Callable[[TrainConfig], bool]] = {
+    "gradient_dtype": lambda train: train.precision != "fp32",
+    "reduce_dtype": lambda train: train.precision != "fp32",
+    "loss_scale": lambda train: train.precision == "fp16",
+    "clip_norm_type": lambda train: train.clip_norm is not None,
+}
+"""Facts that count where they act and are not left at their default, so that a new one leaves old fingerprints alone."""
 
 
 def workload_fingerprint(job: JobConfig) -> Fingerprint:
@@ -25,10 +35,20 @@ def workload_fingerprint(job: JobConfig) -> Fingerprint:
     facts = {
         "model": job.model.model_dump(mode="json", exclude_none=True),
         "data": job.data.model_dump(mode="json", exclude_none=True),
-        "train": job.train.model_dump(mode="json", include=_TRAIN_FACTS),
+        "train": job.train.model_dump(mode="json", include=_TRAIN_FACTS) | _optional_facts(job.train),
         "sources": _sources(job),
     }
     return Fingerprint.of(facts)
+
+
+def _optional_facts(train: TrainConfig) -> dict[str, Any]:
+    acting = {name for name, acts in _OPTIONAL_FACTS.items() if acts(train)}
+    default = TrainConfig()
+    return {
+        name: value
+        for name, value in train.model_dump(mode="json", include=acting).items()
+        if getattr(train, name) != getattr(default, name)
+    }
 
 
 def _sources(job: JobConfig) -> dict[str, str]:
