@@ -47,6 +47,11 @@ class Case:
         two_losses: Two backward passes through one graph.
         evaluate_before: Steps before which the model is evaluated without gradients.
         teacher: A pass without gradients between forward and backward.
+        siamese: Two forwards before one backward.
+        abandons: A forward with gradients and no backward, before the last step.
+        reloads: The state is read out and loaded again before step 1.
+        groups: Two parameter groups with settings of their own.
+        thaws: Before steps 1 and 2 every ``thaws``-th parameter of the body is frozen, or thawed; 0 for none.
         knobs: As ``Knobs`` takes them.
     """
 
@@ -59,6 +64,11 @@ class Case:
     two_losses: bool = False
     evaluate_before: tuple[int, ...] = ()
     teacher: bool = False
+    siamese: bool = False
+    abandons: bool = False
+    reloads: bool = False
+    groups: bool = False
+    thaws: int = 0
     knobs: tuple[tuple[str, Any], ...] = ()
 
 
@@ -99,7 +109,29 @@ def _shares(case: Case) -> list[list[slice]]:
 
 
 def _optimizer(module: torch.nn.Module, case: Case) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, weight_decay=case.weight_decay)
+    params = list(module.parameters())
+    if not case.groups or len(params) < 2:
+        return torch.optim.SGD(params, lr=LEARNING_RATE, weight_decay=case.weight_decay)
+    second = {"params": params[1::2], "lr": LEARNING_RATE / 2, "weight_decay": 0.05}
+    return torch.optim.SGD(
+        [{"params": params[::2]}, second], lr=LEARNING_RATE, weight_decay=case.weight_decay
+    )
+
+
+def _thaw(module: Any, case: Case, step: int) -> None:
+    """Freeze what trains and thaw what is frozen."""
+    if case.thaws and step:
+        for param in list(module.body.parameters())[step - 1 :: case.thaws]:
+            param.requires_grad_(not param.requires_grad)
+
+
+def _losses(case: Case, model: Any, batch: Any, y: torch.Tensor) -> list[torch.Tensor]:
+    """One or two terms that each have a gradient."""
+    first, second = loss_terms(case.model, model(batch), y)
+    if case.siamese:
+        other = loss_terms(case.model, model(batch | {"x": batch["x"].flip(-1)}), y)
+        first, second = first + other[0], second + other[1]
+    return [first, second] if case.two_losses and second.requires_grad else [first + second]
 
 
 def train_plain(case: Case) -> Outcome:
@@ -110,6 +142,7 @@ def train_plain(case: Case) -> Outcome:
     optimizer = _optimizer(module, case)
     for step in range(STEPS):
         clock.step = step
+        _thaw(module, case, step)
         if step in case.evaluate_before:
             outcome.evaluations.append(_evaluate(module, clock, case, step))
         total = 0.0
@@ -118,8 +151,7 @@ def train_plain(case: Case) -> Outcome:
             rows = slice(shares[0].start, shares[-1].stop)
             batch, y = _batch(case.model, step, rows)
             clock.tokens = batch["more"][0]
-            error, size = loss_terms(case.model, module(batch), y)
-            loss = (error + size) * ((rows.stop - rows.start) / BATCH)
+            loss = sum(_losses(case, module, batch, y)) * ((rows.stop - rows.start) / BATCH)
             loss.backward()
             total += loss.item()
         outcome.losses.append(total)
@@ -173,24 +205,26 @@ def _train(rank: int, case: Case, outcome: Outcome, stack: contextlib.ExitStack)
     engine.begin_ledger()
     for step in range(STEPS):
         clock.step = step
+        _thaw(module, case, step)
         if step in case.evaluate_before:
             outcome.evaluations.append(_evaluate(engine, clock, case, step))
             promises.nothing_is_live(f"after the evaluation before step {step}")
+        if case.reloads and step == 1:
+            engine.load_state_dict(engine.state_dict())
         for micro, shares in enumerate(_shares(case)):
             clock.micro = micro
             rows = shares[rank]
             batch, y = _batch(case.model, step, rows)
             clock.tokens = batch["more"][0]
-            error, scale = loss_terms(case.model, engine(batch), y)
+            if case.abandons and step == STEPS - 1 and micro == 0:
+                engine(batch)
+            losses = _losses(case, engine, batch, y)
             if case.teacher:
                 with torch.no_grad():
                     engine(batch)
-            weight = rows.stop - rows.start
-            if case.two_losses:
-                engine.backward(error, weight, retain_graph=True)
-                engine.backward(scale, weight, same_items=True)
-            else:
-                engine.backward(error + scale, weight)
+            for number, loss in enumerate(losses):
+                is_last = number == len(losses) - 1
+                engine.backward(loss, rows.stop - rows.start, retain_graph=not is_last, same_items=number > 0)
         result = engine.step()
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
@@ -230,7 +264,6 @@ class _Promises:
         self._module = module
         self._wrong = wrong
         self._full = engine.at_rest()[ByteClass.FULL]
-        self._gradient = engine.at_rest()[ByteClass.GRADIENT]
 
     def nothing_is_live(self, when: str) -> None:
         engine = self._engine
@@ -250,7 +283,8 @@ class _Promises:
         left = [name for name, param in self._module.named_parameters() if param.grad is not None]
         if left:
             self._wrong.append(f"{left} have full gradients {when}")
-        if self._engine.at_rest()[ByteClass.GRADIENT] != self._gradient:
+        flat = sum(grads.nbytes for grads in self._engine.shards.flat_grads)
+        if self._engine.at_rest()[ByteClass.GRADIENT] != flat:
             self._wrong.append(f"gradient bytes are {self._engine.at_rest()[ByteClass.GRADIENT]} {when}")
 
     def traces_are_balanced(self) -> None:
@@ -281,7 +315,7 @@ def is_chain(case: Case) -> bool:
     return (
         body.kind in ("sequential", "list")
         and all(child.kind in _PLAIN_LEAVES for child in body.children)
-        and not (case.model.tied_head or case.two_losses or case.teacher)
+        and not (case.model.tied_head or case.two_losses or case.teacher or case.siamese or case.abandons)
         and (knobs["stage"], knobs["release"], knobs.get("prefetch_distance")) == (3, "after_use", 0)
     )
 

@@ -227,6 +227,17 @@ class _Builder:
     def _inplace(self, node: Node) -> nn.Module:
         return InPlace(nn.Linear(self.width, self.width, bias=node.flag))
 
+    def _function(self, node: Node) -> nn.Module:
+        return OwnFunction(self.width)
+
+    def _cast(self, node: Node) -> nn.Module:
+        return InDouble(self.width)
+
+    def _hooked(self, node: Node) -> nn.Module:
+        layer = nn.Linear(self.width, self.width)
+        layer.weight.register_hook(lambda grad: 0.5 * grad)
+        return layer
+
     def _ref(self, node: Node) -> nn.Module:
         return self._shared(node)
 
@@ -395,6 +406,42 @@ class Asks(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         return F.linear(h, self.provider())
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(h, weight.t())
+        return h @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        h, transposed = ctx.saved_tensors
+        return grad @ transposed, torch.einsum("btd,bte->de", h, grad)
+
+
+class OwnFunction(nn.Module):
+    """An autograd function that saves a view of the weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.rand(width, width))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return _Product.apply(h, self.weight)
+
+
+class InDouble(nn.Module):
+    """Computes in another dtype, with a copy of its weight that it keeps."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.rand(width, width))
+        self.kept: list[Tensor] = []
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.kept[:] = [self.weight.double()]
+        return F.linear(h.double(), self.kept[0]).float()
 
 
 class Borrow(nn.Module):

@@ -15,13 +15,14 @@ SIZES = (1, 2, 3, 5, 7, 16, 17)
 
 LEAVES = (
     "linear", "mlp", "norm", "scale", "vector", "table", "conv", "attention", "encoder", "params", "buffers",
-    "hollow", "strided", "alias", "provider", "normed", "inplace", "identity", "ref", "tied", "borrow",
+    "hollow", "strided", "alias", "provider", "normed", "inplace", "function", "cast", "hooked", "identity", "ref", "tied", "borrow",
 )  # fmt: skip
 ONE_CHILD = (
     "residual", "twice", "checkpoint", "freeze", "silent", "stop", "keyword", "delegate", "unused",
 )  # fmt: skip
 SOME_CHILDREN = ("sequential", "list", "dict", "branch", "fork")
 
+rarely = st.integers(0, 3).map(lambda n: n == 3)
 leaves = st.builds(Node, st.sampled_from(LEAVES), st.sampled_from(SIZES), st.booleans())
 
 
@@ -71,7 +72,7 @@ models = st.builds(
     pool=st.lists(st.booleans(), min_size=1, max_size=2).map(tuple),
     pool_at_root=st.booleans(),
     tied_head=st.booleans(),
-    frozen=st.integers(0, 3).map(lambda n: n == 3),
+    frozen=rarely,
     outputs=st.sampled_from(("tensor", "tuple", "dict", "nested")),
 )
 
@@ -117,6 +118,11 @@ cases = st.builds(
     weight_decay=st.sampled_from((0.0, 0.1)),
     two_losses=st.booleans(),
     evaluate_before=st.sets(st.integers(0, STEPS - 1), max_size=2).map(lambda steps: tuple(sorted(steps))),
-    teacher=st.integers(0, 3).map(lambda n: n == 3),
+    teacher=rarely,
+    siamese=rarely,
+    abandons=rarely,
+    reloads=rarely,
+    groups=st.booleans(),
+    thaws=st.one_of(st.just(0), st.integers(0, 3)),
     knobs=knob_settings(),
 )
