@@ -48,7 +48,7 @@ def meet(group: RankGroup, call: str) -> None:
     except dist.DistError as error:
         raise RunFailed(f"{call}: the ranks cannot reach one another: {first_line(error)}") from error
     if verdict != _TOGETHER:
-        raise RunFailed(verdict, f"call {call} on every rank, in the same order")
+        raise RunFailed(verdict, "every rank must make the same calls in the same order")
 
 
 def _meet(store: Any, group: RankGroup, call: str) -> str:
