@@ -91,7 +91,9 @@ def test_c01_naming_an_incomplete_one_is_refused(tmp_path):
     list(plain_steps(engine, 0, 1, 1))
     path = engine.save(tmp_path)
     damage(path, "truncated")
-    with pytest.raises(UsageError, match=r"step-00000001: the checkpoint is incomplete: __0_0.distcp has \d+ of"):
+    with pytest.raises(
+        UsageError, match=r"step-00000001: the checkpoint is incomplete: __0_0.distcp has \d+ of"
+    ):
         build().load(path)
     with pytest.raises(UsageError, match="no complete checkpoint"):
         build().load(tmp_path)
@@ -190,7 +192,9 @@ def go_on_for_three(rank: int, size: int, folder: str, knobs: dict):
 )
 def test_c03_other_ranks_and_stages_go_on_as_the_oracle(tmp_path, size, knobs):
     losses, state = plain_losses(6)
-    assert run_on_ranks(2, save_after_three, str(tmp_path), {"stage": 3})[0] == pytest.approx(losses[:3], abs=1e-5)
+    assert run_on_ranks(2, save_after_three, str(tmp_path), {"stage": 3})[0] == pytest.approx(
+        losses[:3], abs=1e-5
+    )
     sizes = checkpoint_sizes(tmp_path / "step-00000003")
     assert sizes == {name: [value.numel()] for name, value in state.items()}
     for found, full, steps, padding in run_on_ranks(size, go_on_for_three, str(tmp_path), knobs):
@@ -214,7 +218,9 @@ def checkpoint_sizes(path: Path) -> dict[str, list[int]]:
 def test_c03_from_plain_data_parallel_to_partitioned(tmp_path):
     losses, _ = plain_losses(6)
     run_on_ranks(4, save_after_three, str(tmp_path), {"stage": 0})
-    assert run_on_ranks(3, go_on_for_three, str(tmp_path), {"stage": 3})[0][0] == pytest.approx(losses[3:], abs=1e-5)
+    assert run_on_ranks(3, go_on_for_three, str(tmp_path), {"stage": 3})[0][0] == pytest.approx(
+        losses[3:], abs=1e-5
+    )
 
 
 # --------------------------------------------------------------------- C04: a resumed run is the same run
@@ -320,7 +326,9 @@ def test_c04_an_open_window_on_another_number_of_ranks(tmp_path):
     setting = Setting(accumulation=2)
     run_on_ranks(2, save_in_window, str(tmp_path), setting)
     message = run_on_ranks(3, other_ranks_window, str(tmp_path), setting)[0]
-    assert "saved by 2 ranks inside an accumulation window, after micro-batch 1 of step 2; here are 3" in message
+    assert (
+        "saved by 2 ranks inside an accumulation window, after micro-batch 1 of step 2; here are 3" in message
+    )
     assert "restart_window=True" in message
 
 
@@ -446,7 +454,12 @@ def alone_job(rank: int, size: int, folder: str, api: str):
 @pytest.mark.parametrize("api", ["export", "save", "load", "state_dict"])
 def test_c05_a_collective_call_from_one_rank_is_named(tmp_path, api):
     first, second = run_on_ranks(2, alone_job, str(tmp_path), api)
-    words = {"export": "exporting weights", "save": "saving step 1", "load": "loading", "state_dict": "full_state_dict"}
+    words = {
+        "export": "exporting weights",
+        "save": "saving step 1",
+        "load": "loading",
+        "state_dict": "full_state_dict",
+    }
     assert first[0] == "RunFailed" and words[api] in first[1] and "rank 1" in first[1]
     assert first[2] < 5
     assert second[1] == first[1] and second[2] < 1

@@ -79,7 +79,9 @@ def check_moments(root: Path, moments: list[Moment]) -> None:
         assert not left, f"{moment}: {left} left"
 
 
-def run_program(folder: Path, moment: Moment | None, resume: bool, limit: float = 60.0) -> dict[str, Any] | None:
+def run_program(
+    folder: Path, moment: Moment | None, resume: bool, limit: float = 60.0
+) -> dict[str, Any] | None:
     """Run all ranks to their end; returns what rank 0 wrote, or ``None`` if the program did not come to its end."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("answer.json", "store"):

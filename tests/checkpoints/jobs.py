@@ -91,7 +91,9 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.sum(1, keepdim=True).sin()
 
 
-def micro_batch(rank: int, size: int, accumulation: int, step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+def micro_batch(
+    rank: int, size: int, accumulation: int, step: int, micro: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = batch(step)
     share = BATCH // (size * accumulation)
     start = (micro * size + rank) * share
@@ -107,7 +109,11 @@ class Trainer:
         self.rank, self.size, self.setting = rank, size, setting
         model = plain_model(setting.dropout)
         self.engine = zerotune.ZeroEngine(
-            model, adam(model.parameters()), Knobs(**setting.knobs), precision=setting.precision, **setting.engine
+            model,
+            adam(model.parameters()),
+            Knobs(**setting.knobs),
+            precision=setting.precision,
+            **setting.engine,
         )
         self.schedule = warm_up(self.engine.optimizer)
         torch.manual_seed(70 + rank)
@@ -201,7 +207,9 @@ def build_mixed(knobs: dict[str, Any] | None = None) -> Any:
 
     torch.manual_seed(5)
     model = Mixed()
-    engine = zerotune.ZeroEngine(model, adam(p for p in model.parameters() if p.requires_grad), Knobs(**(knobs or {})))
+    engine = zerotune.ZeroEngine(
+        model, adam(p for p in model.parameters() if p.requires_grad), Knobs(**(knobs or {}))
+    )
     torch.manual_seed(20 + engine.group.rank)
     for _ in range(2):
         x = torch.randint(0, 11, (6,))
