@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -190,7 +191,8 @@ def diverge(rank: int, size: int, name: str, knobs: dict[str, Any]) -> tuple[str
 def test_e03_without_leaf_modules_every_rank_names_what_differs(ranks: int, prefetch: int) -> None:
     knobs = {"param_persistence_threshold": 0, "prefetch_distance": prefetch}
     for message, seconds in run_on_ranks(ranks, diverge, "Model", knobs, limit=120):
-        assert "gathers first.experts.0" in message and "gathers first.experts.2" in message
+        # With three ranks, two that differ may be found before the third has come so far.
+        assert len(set(re.findall(r"gathers first\.experts\.\d", message))) >= 2
         assert all(f"rank {rank} " in message for rank in range(ranks))
         assert "train.leaf_modules" in message
         assert seconds < 10

@@ -269,7 +269,8 @@ def fail_inside_a_step(rank: int, size: int) -> tuple[str, int, float]:
 
     group, _ = own_group(rank, size)
     model = make_model("gpt")
-    engine = zerotune.ZeroEngine(model, None, Knobs(param_persistence_threshold=0), group=group)
+    knobs = Knobs(param_persistence_threshold=0, prefetch_distance=0)
+    engine = zerotune.ZeroEngine(model, None, knobs, group=group)
     batches = list(micro_batches(rank, size, 1, 0))
     for x, y in batches:
         engine.backward(mean_loss(engine(x), y))

@@ -332,6 +332,10 @@ class CollectiveGuard:
         return file.entry(number) if file is not None else self._remote.get(rank, {}).get(number)
 
     def _divergence(self, number: int) -> RanksDiverged:
+        # The others are about to say what they do: give them a moment, so that every rank can be named.
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline and any(f.latest < number for f in self._files.values()):
+            time.sleep(0.01)
         lines: dict[int, str] = {}
         for rank in range(self._size):
             entry = self._at(rank, number)
@@ -382,13 +386,6 @@ def install_guard(process_group: dist.ProcessGroup | None, rank: int, size: int)
     if guard is None:
         guard = _GUARDS[process_group] = CollectiveGuard(process_group, rank, size)
     return guard
-
-
-def whereabouts() -> dict[int, str]:
-    """What each rank does, for whoever watches this process from outside; empty where nothing is guarded."""
-    for guard in list(_GUARDS.values()):
-        return guard.doing()
-    return {}
 
 
 def _describe(kind: CollectiveKind, purpose: str, units: tuple[str, ...], elements: int) -> tuple[int, bytes]:

@@ -63,12 +63,12 @@ class Gatherer:
         width = sum(unit.flat.numel() for unit in sharded)
         head = self._comm.head_elements
         buffer = self._pool.take(self._ranks * (head + width), self._dtype)
-        self._count(buffer, head, 1)
         slices = [unit.flat for unit in sharded]
         if head:
             slices.insert(0, slices[0].new_empty(head))
         shard = slices[0] if len(slices) == 1 else torch.cat(slices)
         work = self._comm.all_gather(buffer, shard, purpose, [unit.name for unit in sharded], head)
+        self._count(buffer, head, 1)  # not before: if ranks diverged, nothing is in flight
         flight = _InFlight(wanted, work, buffer, head)
         for unit in wanted:
             self.in_flight[unit] = flight
