@@ -76,3 +76,44 @@ def test_mistakes(store, tmp_path):
     answer = run_command(export, "best", "--store", str(tmp_path / "none.db"))
     assert answer.exit_code == 2
     assert run_command(export, "best", "--study", "dmo", "--store", store).exit_code == 2
+
+
+class TestWeights:
+    @pytest.fixture
+    def launch(self, tmp_path: Path):
+        """A store with a trial, and a launch of its workload that has saved."""
+        from tests.checkpoints.jobs import build
+        from zerotune.records import RunKind
+
+        engine = build()
+        engine.save(tmp_path / "run" / "checkpoints")
+        saved = make_run("l-1", None, kind=RunKind.LAUNCH, run_dir=str(tmp_path / "run"), study=None)
+        store = fill(tmp_path / "zerotune.db", [*demo_runs(), saved], [demo_study()])
+        return store, engine.full_state_dict()
+
+    @pytest.mark.parametrize("run", ["l-1", "best"])
+    def test_of_a_launch_or_of_the_bests_workload(self, launch, tmp_path, run):
+        import torch
+
+        from zerotune.checkpoints import read_weights
+
+        store, expected = launch
+        file = tmp_path / "model.safetensors"
+        answer = run_command(
+            export, run, "--to", "weights", "-o", str(file), "--dtype", "bf16", "--store", store
+        )
+        assert answer.exit_code == 0 and f"wrote {file} from " in answer.stderr
+        found = read_weights(file)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
+
+    def test_mistakes(self, launch, tmp_path):
+        store, _ = launch
+        answer = run_command(export, "t-1", "--to", "weights", "--store", store)
+        assert answer.exit_code == 2 and "no complete checkpoint" in str(answer.error)
+        answer = run_command(export, "l-1", "--to", "weights", "--store", store, "--dtype", "int3")
+        assert answer.exit_code == 2 and "int3" in str(answer.error)
+        answer = run_command(export, "l-1", "--to", "weights", "--store", store, "-o", str(tmp_path))
+        assert answer.exit_code == 2 and "is a folder" in str(answer.error)
+        answer = run_command(export, "t-1", "--dtype", "bf16", "--store", store)
+        assert answer.exit_code == 2

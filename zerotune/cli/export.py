@@ -101,9 +101,9 @@ def _checkpoint(store: Store, record: RunRecord, of_workload: bool) -> Path:
             if run is not record:
                 say(f"weights of {run.run_id}, the latest launch of this workload that saved some")
             return saved[1]
-    whose = "no launch of this workload" if of_workload else f"run {record.run_id}"
+    whose = "this workload's launches have" if of_workload else f"run {record.run_id} has"
     raise UsageError(
-        f"{whose} has saved a complete checkpoint" if of_workload else f"{whose} has no complete checkpoint",
+        f"{whose} no complete checkpoint",
         "launch with train.save_every set, and name that run",
     )
 
