@@ -73,7 +73,7 @@ def test_memory_is_flat_over_runs():
         peaks.add(report.measurement.memory[0].at_rest)
         sizes.append(bytes_in_use(torch.device("cpu")))
         tensors.append(sum(isinstance(item, torch.Tensor) for item in gc.get_objects()))
-    assert tensors[-1] <= tensors[2], tensors  # the last engine's empty husk may wait for the next run's
+    assert tensors[-1] <= tensors[3], tensors  # the husks of the last few engines may wait for later runs
     assert sizes[-1] - sizes[1] < 8 * 2**20, sizes
     assert len(peaks) == 1
 
