@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -54,19 +55,36 @@ chains = st.builds(
     ).map(tuple),
 )
 
+_tied = st.builds(Node, st.sampled_from(("tied", "ref", "mlp")), st.sampled_from(SIZES), st.just(True))
+
+shared_and_recomputed = st.builds(
+    lambda first, second, others, kind, reentrant: Node(
+        "checkpoint", flag=reentrant, children=(Node(kind, children=(first, second, *others)),)
+    ),
+    st.builds(Node, st.just("ref"), st.just(0), st.just(True)),
+    st.builds(Node, st.just("tied"), st.sampled_from((0, 2)), st.just(True)),
+    st.lists(_tied, max_size=2),
+    st.sampled_from(("sequential", "list")),
+    st.booleans(),
+)
+"""Layers of one weight under one checkpoint: the weight is in use around all of it, each bias only within its layer."""
+
+bodies = st.one_of(
+    nodes,
+    st.builds(
+        Node,
+        st.sampled_from(("sequential", "list", "fork")),
+        st.integers(0, 3),
+        st.booleans(),
+        st.lists(nodes, min_size=2, max_size=3).map(tuple),
+    ),
+    chains,
+    shared_and_recomputed,
+)
+
 models = st.builds(
     Model,
-    body=st.one_of(
-        nodes,
-        st.builds(
-            Node,
-            st.sampled_from(("sequential", "list", "fork")),
-            st.integers(0, 3),
-            st.booleans(),
-            st.lists(nodes, min_size=2, max_size=3).map(tuple),
-        ),
-        chains,
-    ),
+    body=bodies,
     width=st.sampled_from(WIDTHS),
     vocabulary=st.sampled_from((2, 7, 16, 31)),
     pool=st.lists(st.booleans(), min_size=1, max_size=2).map(tuple),
@@ -108,6 +126,37 @@ def undrawn_knobs() -> set[str]:
     return {name for name, info in REGISTRY.items() if info.section == "zero"} - drawn
 
 
+on_demand = {
+    "stage": 3,
+    "unit_size": "block",
+    "prefetch_distance": 0,
+    "param_persistence_threshold": 0,
+    "release": "after_use",
+    "max_reuse_distance": None,
+}
+
+
+def on_demand_cases(body: st.SearchStrategy[Node]) -> st.SearchStrategy[Case]:
+    """Cases on two ranks in which everything is partitioned and dropped as soon as it may be."""
+    return st.builds(
+        lambda case, body: replace(
+            case,
+            model=replace(
+                case.model, body=body, frozen=False, tied_head=False, width=max(2, case.model.width)
+            ),
+            ranks=2,
+            two_losses=False,
+            teacher=False,
+            siamese=False,
+            abandons=False,
+            thaws=0,
+            knobs=tuple((dict(case.knobs) | on_demand).items()),
+        ),
+        cases,
+        body,
+    )
+
+
 cases = st.builds(
     Case,
     model=models,
@@ -126,3 +175,5 @@ cases = st.builds(
     thaws=st.one_of(st.just(0), st.integers(0, 3)),
     knobs=knob_settings(),
 )
+
+on_several_ranks = st.builds(lambda case, ranks: replace(case, ranks=ranks), cases, st.integers(2, 3))
