@@ -113,6 +113,7 @@ class CollectiveGuard:
 
     def _open_slots(self) -> None:
         path = slots.new_slot_path()
+        slots.sweep(path.parent)
         self._own = SlotFile(path, create=True)
         atexit.register(slots.unlink, [str(path)])
         self._store.set(f"slots/{self._rank}", json.dumps([slots.this_node(), str(path)]))

@@ -145,6 +145,15 @@ def unlink(paths: Iterable[str]) -> None:
             os.unlink(path)
 
 
+def sweep(folder: Path, older_than_s: float = 60.0) -> None:
+    """Remove files whose process was killed before everybody had opened them."""
+    for path in folder.glob("zerotune-*-*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            is_old = time.time() - path.stat().st_mtime > older_than_s
+            if is_old and path.stat().st_uid == os.getuid() and not is_alive(int(path.name.split("-")[1])):
+                path.unlink()
+
+
 def this_node() -> str:
     """What processes that can map one another's files have in common."""
     with contextlib.suppress(OSError):
