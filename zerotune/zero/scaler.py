@@ -186,9 +186,8 @@ class SkippedSteps:
         if self.in_a_row < self._limit:
             return
         scale = f", at loss scale {loss_scale:g}" if loss_scale != 1.0 else ""
+        last = f", the last of {self._limit} in a row" if self._limit > 1 else ""
         raise RunFailed(
-            f"step {step} was the {self._limit}th in a row to be skipped{scale}: {in_words(troubles)}"
-            if self._limit > 1
-            else f"step {step} was skipped{scale}: {in_words(troubles)}",
+            f"step {step} was skipped{last}{scale}: {in_words(troubles)}",
             "lower the learning rate, look at the data of these steps, or train in bf16 or fp32",
         )
