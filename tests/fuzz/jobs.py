@@ -320,6 +320,11 @@ def is_chain(case: Case) -> bool:
     )
 
 
+def _warm(rank: int, size: int) -> None:
+    """Import what a case needs."""
+    import tests.fuzz.mutations  # noqa: F401
+
+
 @functools.lru_cache(maxsize=256)
 def _plain(case: Case) -> Outcome:
     return train_plain(case)
@@ -332,6 +337,7 @@ def check(case: Case, mutation: str | None = None) -> None:
         AssertionError: It differs, broke a promise, or died.
     """
     plain = _plain(case)
+    run_on_ranks(case.ranks, _warm, limit=600)  # starting ranks on a busy machine is no hang of theirs
     outcomes = run_on_ranks(case.ranks, train_engine, case, mutation, limit=150)
     problems = [line for rank, outcome in enumerate(outcomes) for line in _problems(rank, outcome, plain)]
     for rank, outcome in enumerate(outcomes):
