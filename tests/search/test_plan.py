@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.builders import make_cluster, make_workload
@@ -35,6 +35,7 @@ PLANS = {name: named(name) for name in list_spaces()} | {"ranges": plan_of(make_
 
 @pytest.mark.parametrize("name", PLANS)
 @given(seed=st.integers(0, 2**32))
+@settings(deadline=None)
 def test_every_point_is_a_configuration_that_can_run_and_be_found_again(name: str, seed: int) -> None:
     plan = PLANS[name]
     choices = draw(random.Random(seed), plan.space.dimensions)
