@@ -1,6 +1,6 @@
 """ZeRO-3 in a training loop of your own. Start it with torchrun::
 
-    torchrun --nproc-per-node 2 examples/own_loop.py
+torchrun --nproc-per-node 2 examples/own_loop.py
 """
 
 from __future__ import annotations

@@ -67,7 +67,14 @@ class RankPool:
         self._processes = [
             context.Process(
                 target=_serve,
-                args=(rank, size, str(root / "store"), str(self._stacks[rank]), self._tasks[rank], self._answers),
+                args=(
+                    rank,
+                    size,
+                    str(root / "store"),
+                    str(self._stacks[rank]),
+                    self._tasks[rank],
+                    self._answers,
+                ),
                 daemon=True,
             )
             for rank in range(size)
@@ -93,7 +100,11 @@ class RankPool:
                 if dead or time.monotonic() > deadline:
                     stacks = self._all_stacks()
                     self.close(force=True)
-                    why = f"a rank died ({[p.exitcode for p in dead]})" if dead else f"no answer within {limit} s"
+                    why = (
+                        f"a rank died ({[p.exitcode for p in dead]})"
+                        if dead
+                        else f"no answer within {limit} s"
+                    )
                     raise RankError(f"{why}\n{stacks}") from None
                 continue
             if not is_fine:
@@ -127,7 +138,9 @@ class RankPool:
 _POOLS: dict[int, RankPool] = {}
 
 
-def run_on_ranks(size: int, function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT_S) -> list[Any]:
+def run_on_ranks(
+    size: int, function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT_S
+) -> list[Any]:
     """Run a module-level function on ``size`` ranks of the session's pool."""
     if size not in _POOLS:
         _POOLS[size] = RankPool(size)

@@ -7,6 +7,8 @@ import pytest
 from tests.cli.running import Folder, make_folder
 from tests.cli.test_search import surface
 from tests.search.fakes import fail
+from zerotune.checkpoints.folders import prepare, publish
+from zerotune.checkpoints.manifest import Manifest
 from zerotune.cli.interrupts import Interrupted
 from zerotune.config.errors import ExitCode
 from zerotune.config.schema import JobConfig
@@ -130,10 +132,10 @@ def test_resume_takes_the_latest_checkpoint_of_this_workload(folder: Folder) -> 
         (run,) = store.runs()
     assert run.run_dir is not None
     for step in (2, 4):
-        saved = Path(run.run_dir) / "checkpoints" / f"step-{step:08d}"
-        saved.mkdir(parents=True)
-        for name in ("zerotune.json", ".metadata"):
-            (saved / name).write_text("{}")
+        checkpoints = Path(run.run_dir) / "checkpoints"
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        (prepare(checkpoints, step) / ".metadata").write_text("{}")
+        publish(checkpoints, step, Manifest(step=step, ranks=2, optimizer_groups=[], weights=[], extra={}))
     code, _, err = folder("launch", "--resume", "--steps", "4")
     assert code == ExitCode.USAGE and "already taken 4 of train.steps 4" in err
     code, _, err = folder("launch", "--resume", "--steps", "9")

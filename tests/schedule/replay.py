@@ -126,7 +126,9 @@ def replay(schedule: Schedule, layout: Layout, knobs: Knobs) -> Replay:
                         collected.setdefault(bucket, set()).add(ref)
                         result.reductions[ref] = result.reductions.get(ref, 0) + 1
                 case Reduce(bucket=bucket):
-                    assert collected[bucket] == set(schedule.buckets[bucket].params), "reduced before it was full"
+                    assert collected[bucket] == set(schedule.buckets[bucket].params), (
+                        "reduced before it was full"
+                    )
                     members = schedule.buckets[bucket].params
                     if len(members) > 1:
                         assert sum(layout.param(r).numel for r in members) <= knobs.reduce_bucket_size

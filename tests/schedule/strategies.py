@@ -14,10 +14,14 @@ def layouts(draw: st.DrawFn, max_units: int = 7) -> Layout:
     units = []
     for index in range(draw(st.integers(1, max_units))):
         params = tuple(
-            ParamSize(f"u{index}.p{i}", draw(st.integers(1, 400)), draw(st.booleans()), draw(st.integers(0, 4)) == 0)
+            ParamSize(
+                f"u{index}.p{i}", draw(st.integers(1, 400)), draw(st.booleans()), draw(st.integers(0, 4)) == 0
+            )
             for i in range(draw(st.integers(1, 3)))
         )
-        units.append(UnitSize(f"u{index}", params, backward_needs_weights=draw(st.integers(0, 5)) > 0, is_block=True))
+        units.append(
+            UnitSize(f"u{index}", params, backward_needs_weights=draw(st.integers(0, 5)) > 0, is_block=True)
+        )
     return Layout(tuple(units), draw(st.integers(1, 5)))
 
 

@@ -84,7 +84,9 @@ def test_keep_never_gathers_more_than_after_use(data: st.DataObject) -> None:
         update={"max_live_parameters": None, "max_reuse_distance": None}
     )
     sums = [
-        compile_schedule(trace, knobs.model_copy(update={"release": release}), layout).gathered_elements(layout)
+        compile_schedule(trace, knobs.model_copy(update={"release": release}), layout).gathered_elements(
+            layout
+        )
         for release in ("keep", "after_use")
     ]
     assert sums[0] <= sums[1]
@@ -116,13 +118,24 @@ def test_the_bucket_merges_what_the_distance_admits() -> None:
         Knobs(prefetch_distance=320, allgather_bucket_size=320, param_persistence_threshold=0), 160
     )
     gathers = compile_schedule(plain_trace(9), knobs, layout).gathers()
-    assert [g.units for g in gathers] == [(0,), (1, 2), (3, 4), (5, 6), (7, 8), (7, 6), (5, 4), (3, 2), (1, 0)]
+    assert [g.units for g in gathers] == [
+        (0,),
+        (1, 2),
+        (3, 4),
+        (5, 6),
+        (7, 8),
+        (7, 6),
+        (5, 4),
+        (3, 2),
+        (1, 0),
+    ]
 
 
 def test_under_pressure_the_unit_with_the_farthest_next_use_goes() -> None:
     layout = blocks(4)
     knobs = resolve_knobs(
-        Knobs(release="keep", prefetch_distance=0, max_live_parameters=480, param_persistence_threshold=0), 160
+        Knobs(release="keep", prefetch_distance=0, max_live_parameters=480, param_persistence_threshold=0),
+        160,
     )
     schedule = compile_schedule(plain_trace(4), knobs, layout)
     # Two units and one buffer fit. Unit 0 is needed last in backward, so it goes first, then 1; 2 and 3 stay.

@@ -101,7 +101,9 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1))
 
 
-def micro_batches(rank: int, size: int, accumulation: int, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(
+    rank: int, size: int, accumulation: int, step: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's share of the global batch, micro-batch by micro-batch."""
     x, y = batch(step)
     share = BATCH // (size * accumulation)

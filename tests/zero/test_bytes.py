@@ -109,7 +109,9 @@ def test_each_rank_holds_one_contiguous_slice_of_every_parameter(ranks: int) -> 
 
 def storages_during_a_step(rank: int, size: int, prefetch: int, release: str) -> None:
     """Count the bytes of full storages that are really allocated whenever a block runs."""
-    engine = _engine("gpt", {"param_persistence_threshold": 0, "prefetch_distance": prefetch, "release": release})
+    engine = _engine(
+        "gpt", {"param_persistence_threshold": 0, "prefetch_distance": prefetch, "release": release}
+    )
     params = engine.shards.params
     widths = [engine.layout.padded(u) * 4 for u in range(len(engine.layout.units))]
     seen: list[int] = []
@@ -123,7 +125,9 @@ def storages_during_a_step(rank: int, size: int, prefetch: int, release: str) ->
     for step in range(3):
         seen.clear()
         _step(engine, rank, size, step)
-        assert sum(p.param.untyped_storage().nbytes() for p in params) == 0, "full storages are left after a step"
+        assert sum(p.param.untyped_storage().nbytes() for p in params) == 0, (
+            "full storages are left after a step"
+        )
         assert engine.ledger.live_elements == 0
     if release == "after_use":
         assert max(seen) == max(widths[2:-2]), "more than the block in use is complete"

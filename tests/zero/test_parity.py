@@ -30,7 +30,10 @@ def assert_parity(outcomes: list[Outcome], case: Case) -> None:
 def test_stage_3_equals_the_plain_process(ranks: int, number: int) -> None:
     optimizer, clip, accumulation = COMBINATIONS[number]
     case = Case(
-        optimizer=optimizer, clip=clip, accumulation=accumulation, knobs=SETTINGS[(number + ranks) % len(SETTINGS)]
+        optimizer=optimizer,
+        clip=clip,
+        accumulation=accumulation,
+        knobs=SETTINGS[(number + ranks) % len(SETTINGS)],
     )
     outcomes = run_on_ranks(ranks, train_engine, case)
     assert_parity(outcomes, case)
@@ -71,7 +74,8 @@ def test_persistent_parameters_are_refreshed(ranks: int) -> None:
 def test_knobs_do_not_change_a_bit(optimizer: str, clip: float | None) -> None:
     every = [{"stage": 0}, *SETTINGS, {"param_persistence_threshold": 500}, {}]
     outcomes = [
-        run_on_ranks(2, train_engine, Case(optimizer=optimizer, clip=clip, knobs=knobs, steps=6))[0] for knobs in every
+        run_on_ranks(2, train_engine, Case(optimizer=optimizer, clip=clip, knobs=knobs, steps=6))[0]
+        for knobs in every
     ]
     for knobs, outcome in zip(every, outcomes, strict=True):
         assert outcome.losses == outcomes[0].losses, knobs

@@ -133,18 +133,20 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 _SEE_LOG = "the log has the whole traceback"
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PASSED_THROUGH = str(Path("models") / "access.py")
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_OURS)
+    # Operations pass through the watch on parameters; an error that comes out of it is that of the operation.
+    return frame.filename.startswith(_OURS) and not frame.filename.endswith(_PASSED_THROUGH)
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:
     is_library = (
-        frame.filename.startswith((_STANDARD_LIBRARY, "<frozen")) or "site-packages" in frame.filename
+        frame.filename.startswith((_STANDARD_LIBRARY, "<frozen", _OURS)) or "site-packages" in frame.filename
     )
-    return not is_library and not _is_ours(frame)
+    return not is_library
 
 
 def _last_line(error: BaseException) -> str:
