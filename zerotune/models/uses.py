@@ -31,6 +31,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
+from zerotune.config.errors import UsageError
 from zerotune.schedule import Phase
 
 
@@ -94,13 +95,16 @@ class UseWatcher:
         self._backward = 0
         self._in_backward = False
         self._graph_tasks: set[int] = set()
-        self._handles = [root.register_forward_pre_hook(self._begin_forward, with_kwargs=True)]
+        # First in, last out: hooks of the user's run inside the use, and may read the weights.
+        self._handles = []
         for module, (name, units) in {root: ("(root)", ()), **uses}.items():
             scope = _Scope(name, units)
-            self._handles.append(
-                module.register_forward_pre_hook(self._before_forward(scope), with_kwargs=True)
-            )
-            self._handles.append(module.register_forward_hook(self._after_forward))
+            before = self._before_forward(scope)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(self._after_forward(scope)))
+        self._handles.append(
+            root.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+        )
         self._handles.append(root.register_forward_hook(self._end_forward))
 
     def begin_backward(self) -> None:
@@ -169,13 +173,19 @@ class UseWatcher:
 
         return before
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        call = self._calls.pop()
-        self._listener.exit(call.phase, call.scope.name, call.units)
-        if torch.is_grad_enabled():
-            nodes = {t.grad_fn for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None}
-            for node in nodes:
-                node.register_prehook(lambda grads: self._enter_backward(call))
+    def _after_forward(self, scope: _Scope) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            call = self._calls.pop()
+            self._listener.exit(call.phase, call.scope.name, call.units)
+            while call.scope is not scope:  # a call inside this one raised, and the model caught it
+                call = self._calls.pop()
+                self._listener.exit(call.phase, call.scope.name, call.units)
+            if torch.is_grad_enabled():
+                nodes = {t.grad_fn for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None}
+                for node in nodes:
+                    node.register_prehook(lambda grads: self._enter_backward(call))
+
+        return after
 
     # ------------------------------------------------------------------------------------------------- backward
 
@@ -183,7 +193,10 @@ class UseWatcher:
         if call.backward == self._backward:
             return  # another output of the same call came first
         if not self._in_backward:
-            raise RuntimeError("gradients are propagated outside the engine: call engine.backward(loss)")
+            raise UsageError(
+                "gradients are propagated outside the engine, which can then not gather weights or reduce gradients",
+                "call engine.backward(loss) instead of loss.backward() or torch.autograd.grad",
+            )
         self._end_recomputation()
         call.backward = self._backward
         call.is_open = True

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ from zerotune.config.errors import RunFailed, UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper, RankGroup, StepResult
 from zerotune.engine.meeting import meet
-from zerotune.models.access import AccessWatch
+from zerotune.models.access import AccessWatch, make_partitioned, make_plain
 from zerotune.models.units import LeafModules, cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
 from zerotune.records import ByteClass, Ledger
@@ -27,7 +28,7 @@ from zerotune.zero.comm import Communicator
 from zerotune.zero.executor import Executor
 from zerotune.zero.gatherer import Gatherer
 from zerotune.zero.managed import ManagedParameters
-from zerotune.zero.norms import NormType, clip_factor, norm_part, norm_type_of, whole_norm
+from zerotune.zero.norms import clip_factor, norm_part, norm_type_of, whole_norm
 from zerotune.zero.optimizer import (
     OptimizerFactory,
     frozen_homes,
@@ -38,6 +39,7 @@ from zerotune.zero.optimizer import (
 from zerotune.zero.pool import BufferPool
 from zerotune.zero.precision import DtypeChoice, Precision, PrecisionName
 from zerotune.zero.reducer import Reducer
+from zerotune.zero.refusals import LoopCalls, refuse_what_cannot_work, without_repeats
 from zerotune.zero.scaler import LossScaler, LossScaling, RankTrouble, SkippedSteps, in_words
 from zerotune.zero.shards import ShardedParam, ShardStore
 
@@ -98,7 +100,7 @@ class ZeroEngine(CheckpointMixin):
         leaf_modules: LeafModules = "auto",
         collective_timeout_s: float | None = None,
         *,
-        clip_norm_type: float | NormType = "2",
+        clip_norm_type: float | str = 2,
         gradient_dtype: DtypeChoice = "fp32",
         reduce_dtype: DtypeChoice = "compute",
         loss_scaling: LossScaling | None = None,
@@ -115,7 +117,7 @@ class ZeroEngine(CheckpointMixin):
         self._norm_type = norm_type_of(clip_norm_type)
         self._scaler = LossScaler((loss_scaling or LossScaling()) if precision == "fp16" else None)
         self._skipped = SkippedSteps(max_skipped_steps)
-        _refuse_what_cannot_work(module, self.group.device)
+        refuse_what_cannot_work(module, self.group.device)
         self.knobs = resolve_knobs(knobs or Knobs(), largest_block(module, leaf_modules))
         self._is_replicated = self.knobs.stage == 0
         self._accumulates_locally = accumulate == "local" or self.knobs.stage == 1
@@ -169,6 +171,11 @@ class ZeroEngine(CheckpointMixin):
         uses = {unit.module: (unit.label, (index,)) for index, unit in enumerate(self._units)}
         self._watcher = UseWatcher(module, uses, self._executor)
         self._managed = ManagedParameters(module, self.shards.params)
+        self._loop_calls = LoopCalls(module, self.optimizer, self.zero_grad)
+        for param in self.shards.params:
+            if not param.persistent:
+                make_partitioned(param.param, partial(self._note_read, param))
+        self._is_spoiled = False
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._weight_sum = 0.0
         self.steps = 0
@@ -180,6 +187,7 @@ class ZeroEngine(CheckpointMixin):
         """The module's forward pass; floating-point inputs are cast to the compute dtype."""
         if self._dtype is not torch.float32:
             args, kwargs = _cast(args, self._dtype), _cast(kwargs, self._dtype)
+        self._clean_up()
         with self._clean_on_error():
             return self.module(*args, **kwargs)
 
@@ -203,7 +211,7 @@ class ZeroEngine(CheckpointMixin):
         self._loss_sum += loss.detach().to(torch.float64) * weight
         if not same_items:
             self._weight_sum += weight
-        with self._clean_on_error():
+        with self._clean_on_error(in_backward=True):
             self._executor.begin_backward(self.module)
             self._watcher.begin_backward()
             scale = weight * self._scaler.factor
@@ -224,6 +232,7 @@ class ZeroEngine(CheckpointMixin):
             RunFailed: There was no backward pass, the ranks ran different schedules, or too many steps in a row were
                 skipped.
         """
+        self._clean_up()
         self._executor.finish_open_passes()
         if self._executor.window_position == 0:
             raise RunFailed("step() without a backward pass before it")
@@ -266,6 +275,19 @@ class ZeroEngine(CheckpointMixin):
         self._note_skip(result, numbers)
         return result
 
+    def zero_grad(self) -> None:
+        """Drop the gradients of the open accumulation window, on all ranks alike; :meth:`step` does it by itself.
+
+        What ``zero_grad()`` of the optimizer and of the module do once the engine has taken over.
+        """
+        self._executor.finish_open_passes()
+        self._reducer.clear()
+        for param in self.shards.params:
+            param.param.grad = None
+        self.shards.forget_grads()
+        self._count_full_gradients()
+        self._begin_window()
+
     @property
     def skipped_steps(self) -> int:
         """Steps that were skipped because a gradient was not finite."""
@@ -273,6 +295,7 @@ class ZeroEngine(CheckpointMixin):
 
     def flush(self) -> None:
         """Drop everything that is only held to be fast: after it nothing is live, and pools are empty."""
+        self._clean_up()
         self._executor.finish_open_passes()
         self._reducer.drain()
         self._gatherer.release_all()
@@ -300,6 +323,9 @@ class ZeroEngine(CheckpointMixin):
             full[param.param] = self._full_master(param)
         state: dict[str, torch.Tensor] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor):
+                state[name] = value  # what a module keeps beside its tensors (get_extra_state)
+                continue
             state[name] = full[value] if value in full else value.detach().cpu().clone()
         return state
 
@@ -439,7 +465,9 @@ class ZeroEngine(CheckpointMixin):
         self._watcher.remove()
         self._executor.reset()
         self._pool.flush()
+        self._loop_calls.give_back()
         for param in self.shards.params:
+            make_plain(param.param)
             param.param.grad = None
             param.param.grad_dtype = self._dtype
             param.param.data = torch.empty(0, dtype=self._dtype, device=self.group.device)
@@ -450,19 +478,30 @@ class ZeroEngine(CheckpointMixin):
     # ------------------------------------------------------------------------------------------------ inside
 
     @contextmanager
-    def _clean_on_error(self) -> Iterator[None]:
-        """Leave nothing gathered behind when a forward or backward raises, so that the engine can be used again."""
+    def _clean_on_error(self, in_backward: bool = False) -> Iterator[None]:
+        """Remember that a forward or backward raised, so that what it left behind is cleaned up before the next."""
         try:
             yield
         except BaseException:
             self._watcher.reset()
             self._executor.passes_cut_short()
+            self._is_spoiled |= in_backward
             raise
+
+    def _clean_up(self) -> None:
+        """Drop what a pass that raised left behind; with a backward, the gradients of its window, which it had begun to
+        mix with its own."""
+        self._executor.drop_what_was_cut_short()
+        if self._is_spoiled:
+            self._is_spoiled = False
+            logger.warning("a backward pass raised: the gradients of its accumulation window are dropped")
+            self.zero_grad()
 
     def _agree_on_values(self) -> None:
         """Every rank starts from rank 0's values: ranks that were seeded differently would train another model each."""
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+        for every in [*self.module.parameters(), *self.module.buffers()]:
             with torch.no_grad():
+                tensor = without_repeats(every)
                 contiguous = tensor.detach().contiguous()
                 self._comm.broadcast(contiguous, "setup")
                 tensor.detach().copy_(contiguous)
@@ -488,6 +527,19 @@ class ZeroEngine(CheckpointMixin):
             return nullcontext()  # nothing is ever released
         owners = {p.rows.untyped_storage()._cdata: p.ref.unit for p in self.shards.params if not p.persistent}
         return AccessWatch(owners, self._note_access)
+
+    def _note_read(self, param: ShardedParam) -> None:
+        """A call of torch is given a partitioned parameter; hooks announced it, or it is gathered, or refused."""
+        if param.persistent:
+            return
+        if self._executor.is_idle:
+            if param.ref.unit in self._gatherer.complete:
+                return  # within gathered()
+            raise UsageError(
+                f"{param.name} is partitioned: outside of forward and backward its values are not on this rank",
+                "read it within `with engine.gathered():`; engine.state_dict() and engine.load_state_dict() copy all",
+            )
+        self._note_access(param.ref.unit)
 
     def _note_access(self, unit: int) -> None:
         """An operation reads a unit; if no hook announced it, this becomes a use that is announced from now on."""
@@ -656,18 +708,6 @@ def _state_device(optimizer: torch.optim.Optimizer) -> torch.device:
     on_device = group.get("fused") or group.get("capturable")
     device: torch.device = group["params"][0].device
     return device if on_device else torch.device("cpu")
-
-
-def _refuse_what_cannot_work(module: nn.Module, device: torch.device) -> None:
-    for name, param in module.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise UsageError(f"{name} has no shape yet", "run one forward pass before the engine is built")
-        if not param.is_floating_point():
-            raise UsageError(f"{name} is of {param.dtype}; only floating-point parameters can be partitioned")
-        if param.device.type != device.type:
-            raise UsageError(f"{name} is on {param.device}, the engine on {device}", "move the model first")
-        if param.layout is not torch.strided:
-            raise UsageError(f"{name} is sparse; only dense parameters can be partitioned")
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from zerotune.config.errors import UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper
 from zerotune.schedule import (
@@ -71,6 +72,7 @@ class Executor:
         self._passes: list[Pass] = []
         self._nested_forwards = 0
         self._is_acting = False
+        self._was_cut_short = False
         self.window_position = 0
         self.digests: list[str] = []
         self.use_layout(layout)
@@ -197,6 +199,18 @@ class Executor:
         self._stop_watching()
         self._passes.clear()
         self._nested_forwards = 0
+        self._was_cut_short = True
+
+    def drop_what_was_cut_short(self) -> None:
+        """Free what passes that were cut short had gathered, once all ranks are known to go on."""
+        if self._was_cut_short:
+            self._was_cut_short = False
+            self._gatherer.release_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no pass is under way."""
+        return not self._passes
 
     def reset(self) -> None:
         """Forget everything under way, and free what it held."""
@@ -227,8 +241,9 @@ class Executor:
 
     def _current(self, scope: str) -> Pass:
         if not self._passes:
-            raise RuntimeError(
-                f"{scope} is used outside a forward pass of the whole model: call the engine, not a part of it"
+            raise UsageError(
+                f"{scope} is used outside a forward pass of the whole model",
+                "call the engine, not a part of the model: let its forward choose the part",
             )
         return self._passes[-1]
 

@@ -22,6 +22,7 @@ class ManagedParameters:
         self._module = module
         self._params = params
         self._storages = {p.param: p.rows.untyped_storage()._cdata for p in params}
+        self._versions = {p.param: p.param._version for p in params}
         self._requires_grad = self._flags()
 
     def check_storages(self) -> None:
@@ -41,6 +42,12 @@ class ManagedParameters:
                 raise UsageError(
                     f"{self._name(param)} was moved, cast or assigned after the engine was built",
                     "call .to() and assign .data before, or use engine.load_state_dict",
+                )
+            if param._version != self._versions[param]:
+                self._versions[param] = param._version
+                raise UsageError(
+                    f"{self._name(param)} was changed in place, which is lost when the optimizer updates its slices",
+                    "change values with engine.load_state_dict, and derive constrained weights in forward",
                 )
 
     def has_changed(self) -> bool:
