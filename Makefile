@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test lint unit faults fuzz lock figures clean
+.PHONY: setup demo test lint unit faults fuzz matrix lock figures clean
 
 setup: $(READY)
 
@@ -33,6 +33,10 @@ unit: $(READY)
 # Kills at 50 random moments during saves; `make test` has three of them.
 faults: $(READY)
 	$(BIN)/python -m pytest -m faults
+
+# Every three knobs crossed, held against the plain process; `make test` has every two.
+matrix: $(READY)
+	$(BIN)/python -m pytest -s -m matrix tests/cases
 
 # Random modules under random knobs; `make test` has a fixed set of them, this takes FUZZ_EXAMPLES new ones (500).
 fuzz: $(READY)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from tests.cases.harness import (
+    TWO,
     USUAL,
     VOCABULARY,
     WIDTH,
@@ -538,7 +539,52 @@ def raises_within_a_window(world: World) -> None:
         model.step()
 
 
+class _Falls(nn.Module):
+    """Tries one branch, and falls back on another when it raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.risky = _Risky()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        with contextlib.suppress(ValueError):
+            x = self.risky(x)
+        return self.blocks[1](x)
+
+
+class _Risky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(_Raises() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner[1](self.inner[0](x))
+
+
+class _Raises(nn.Module):
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("not today")
+        return self.linear(x)
+
+
+def raises_and_is_caught_inside(world: World) -> None:
+    model = world.build(_Falls())
+    for step in range(5):
+        model.module.risky.inner[1].fails = step in (1, 2)
+        train(world, model, steps=1, first=step)
+
+
 SCENARIOS = [
+    raises_and_is_caught_inside,
     odd_parameters,
     convolutions,
     batch_norm_frozen,
@@ -566,4 +612,4 @@ SCENARIOS = [
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_trains_as_in_plain_pytorch(scenario: Any) -> None:
-    assert_parity(scenario, USUAL)
+    assert_parity(scenario, [TWO] if scenario is compiled_inside else USUAL)

@@ -63,8 +63,8 @@ class PartitionedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling() and reads_values(func):
             for tensor in tensors_in((args, kwargs)):
-                if isinstance(tensor, PartitionedParameter):
-                    tensor.on_read()
+                if issubclass(type(tensor), PartitionedParameter):  # isinstance() of a Parameter is slow
+                    tensor.on_read()  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -72,6 +72,10 @@ class PartitionedParameter(nn.Parameter):
         if self.numel() and not self.untyped_storage().nbytes():
             return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, partitioned)"
         return super().__repr__(**options)
+
+
+not_reading = torch._C.DisableTorchFunctionSubclass
+"""Context of the engine's own dealings with parameters, which need not be looked at."""
 
 
 def make_partitioned(param: nn.Parameter, on_read: Callable[[], None]) -> None:

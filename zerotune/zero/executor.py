@@ -11,6 +11,7 @@ from torch import nn
 from zerotune.config.errors import UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper
+from zerotune.models.access import not_reading
 from zerotune.schedule import (
     Action,
     Bucket,
@@ -164,6 +165,10 @@ class Executor:
 
     def end_backward(self) -> None:
         """Backward has returned and every use is closed: reduce what is left and end the pass."""
+        with not_reading():
+            self._end_backward()
+
+    def _end_backward(self) -> None:
         current = self._passes[-1]
         if self._reduces_in_pass:
             if current.is_complete:
@@ -181,9 +186,10 @@ class Executor:
 
     def reduce_accumulated(self) -> None:
         """Reduce the gradients that the window's passes left where they are."""
-        buckets, actions = self._on_demand.reductions(self._reducer.uncollected())
-        self._do(actions, buckets)
-        self._reducer.end_pass()
+        with not_reading():
+            buckets, actions = self._on_demand.reductions(self._reducer.uncollected())
+            self._do(actions, buckets)
+            self._reducer.end_pass()
 
     def finish_open_passes(self) -> None:
         """End passes that had no backward: free what they hold."""
@@ -280,19 +286,23 @@ class Executor:
     def _do(self, actions: Iterable[Action], buckets: tuple[Bucket, ...] = ()) -> None:
         self._is_acting = True
         try:
-            for action in actions:
-                match action:
-                    case Gather(units=units, purpose=purpose):
-                        self._gatherer.gather(units, purpose)
-                    case Wait(units=units):
-                        self._gatherer.wait(units)
-                    case Release(units=units):
-                        self._gatherer.release(units)
-                    case Collect(bucket=bucket, params=params):
-                        self._reducer.collect(bucket, buckets[bucket], params)
-                    case Reduce(bucket=bucket):
-                        self._reducer.reduce(bucket)
-                    case Drain(keep=keep):
-                        self._reducer.drain(keep)
+            with not_reading():
+                self._carry_out(actions, buckets)
         finally:
             self._is_acting = False
+
+    def _carry_out(self, actions: Iterable[Action], buckets: tuple[Bucket, ...]) -> None:
+        for action in actions:
+            match action:
+                case Gather(units=units, purpose=purpose):
+                    self._gatherer.gather(units, purpose)
+                case Wait(units=units):
+                    self._gatherer.wait(units)
+                case Release(units=units):
+                    self._gatherer.release(units)
+                case Collect(bucket=bucket, params=params):
+                    self._reducer.collect(bucket, buckets[bucket], params)
+                case Reduce(bucket=bucket):
+                    self._reducer.reduce(bucket)
+                case Drain(keep=keep):
+                    self._reducer.drain(keep)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from zerotune.config.errors import UsageError
+from zerotune.models.access import not_reading
 from zerotune.zero.shards import ShardedParam
 
 
@@ -31,7 +32,11 @@ class ManagedParameters:
         Raises:
             UsageError: Names the parameter.
         """
-        for param in self._module.parameters():
+        with not_reading():
+            self._check(self._module.parameters())
+
+    def _check(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
             storage = self._storages.get(param)
             if storage is None:
                 raise UsageError(
@@ -64,15 +69,16 @@ class ManagedParameters:
         Raises:
             UsageError: Names the parameter.
         """
-        for param, required in zip(self._params, self._requires_grad, strict=True):
-            if param.param.requires_grad is not required:
+        for param, required, now in zip(self._params, self._requires_grad, self._flags(), strict=True):
+            if now is not required:
                 raise UsageError(
                     f"{param.name}: requires_grad changed within an accumulation window",
                     "freeze and thaw between step() and the next forward",
                 )
 
     def _flags(self) -> list[bool]:
-        return [p.param.requires_grad for p in self._params]
+        with not_reading():
+            return [p.param.requires_grad for p in self._params]
 
     def _name(self, wanted: nn.Parameter) -> str:
         return next(
