@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_LIMIT_S = 60.0
+START_LIMIT_S = 170.0
 
 
 class RankError(AssertionError):
@@ -138,12 +139,17 @@ class RankPool:
 _POOLS: dict[int, RankPool] = {}
 
 
+def _import_engine(rank: int, size: int) -> None:
+    import zerotune.zero.engine  # noqa: F401
+
+
 def run_on_ranks(
     size: int, function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT_S
 ) -> list[Any]:
     """Run a module-level function on ``size`` ranks of the session's pool."""
     if size not in _POOLS:
         _POOLS[size] = RankPool(size)
+        _POOLS[size].run(_import_engine, limit=START_LIMIT_S)  # on a busy machine starting is no hang of the task's
     return _POOLS[size].run(function, *args, limit=limit)
 
 
