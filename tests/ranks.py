@@ -149,7 +149,9 @@ def run_on_ranks(
     """Run a module-level function on ``size`` ranks of the session's pool."""
     if size not in _POOLS:
         _POOLS[size] = RankPool(size)
-        _POOLS[size].run(_import_engine, limit=START_LIMIT_S)  # on a busy machine starting is no hang of the task's
+        _POOLS[size].run(
+            _import_engine, limit=START_LIMIT_S
+        )  # on a busy machine starting is no hang of the task's
     return _POOLS[size].run(function, *args, limit=limit)
 
 
