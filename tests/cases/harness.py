@@ -7,6 +7,7 @@ the parameters and buffers at the end, every loss and gradient norm, and every v
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -115,23 +116,23 @@ class World:
         self.record.values.append(value)
 
 
-class Model:
+class Model(abc.ABC):
     """A model under training, plain or by the engine."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def backward(self, loss: torch.Tensor, weight: float = 1.0, **options: Any) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def backward(self, loss: torch.Tensor, weight: float = 1.0, **options: Any) -> None: ...
 
-    def step(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def step(self) -> None: ...
 
-    def state(self) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def state(self) -> dict[str, torch.Tensor]: ...
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

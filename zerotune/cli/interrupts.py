@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import typer
+
+from zerotune.cli.console import say
 from zerotune.config.errors import ExitCode
 
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
@@ -63,3 +66,18 @@ def interruptible() -> Iterator[Interrupts]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def says_how_to_go_on(how: str) -> Iterator[None]:
+    """End a command that is interrupted inside with one line and the right exit code.
+
+    Args:
+        how: What is kept, and how to go on.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        code = getattr(stop, "exit_code", ExitCode.INTERRUPTED)
+        say(f"{'terminated' if code == ExitCode.TERMINATED else 'interrupted'}: {how}")
+        raise typer.Exit(code) from None

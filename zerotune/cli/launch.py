@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zerotune.cli.console import say
+from zerotune.cli.interrupts import says_how_to_go_on
 from zerotune.cli.job import batch_words, load, placement_words
 from zerotune.cli.options import (
     Address,
@@ -20,7 +21,7 @@ from zerotune.cli.options import (
     Sets,
     StoreOption,
 )
-from zerotune.config.errors import ExitCode, RunFailed
+from zerotune.config.errors import RunFailed
 
 if TYPE_CHECKING:
     from zerotune.config.schema import JobConfig
@@ -63,18 +64,11 @@ def launch(
     if dry_run:
         _print_plan(loaded.job, config, sets or [], placement, store, as_json)
         return
-    try:
+    saves = loaded.job.train.save_every is not None
+    with says_how_to_go_on(
+        "add --resume to go on from its last checkpoint" if saves else "nothing was saved"
+    ):
         _launch(loaded.job, config, sets or [], resume, placement, store, as_json)
-    except KeyboardInterrupt as stop:
-        code = getattr(stop, "exit_code", ExitCode.INTERRUPTED)
-        word = "terminated" if code == ExitCode.TERMINATED else "interrupted"
-        how = (
-            "add --resume to go on from its last checkpoint"
-            if loaded.job.train.save_every
-            else "nothing was saved"
-        )
-        say(f"{word}: {how}")
-        raise typer.Exit(code) from None
 
 
 def _launch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -31,16 +31,16 @@ _ROWS = 12
 """Finished trials that the live table shows at most: the latest ones, as many as there is room for."""
 
 
-class SearchView(AbstractContextManager["SearchView"], Protocol):
+class SearchView(Protocol):
     """Shows the events of a search on stderr."""
 
     def show(self, event: Event) -> None:
         """Show one event."""
 
 
-def search_view(console: Console) -> SearchView:
+def search_view(console: Console) -> AbstractContextManager[SearchView]:
     """A live table on a terminal, plain lines elsewhere."""
-    return LiveSearch(console) if console.is_terminal else PlainSearch()
+    return LiveSearch(console) if console.is_terminal else nullcontext(PlainSearch())
 
 
 def knobs(changes: dict[str, str]) -> str:
@@ -75,14 +75,6 @@ class PlainSearch:
 
     def __init__(self) -> None:
         self._round = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
     def show(self, event: Event) -> None:
         match event:

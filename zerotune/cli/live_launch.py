@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 5.0
 
 
-class LaunchView(AbstractContextManager["LaunchView"], Protocol):
+class LaunchView(Protocol):
     """Shows a training on stderr."""
 
     def started(self, run: RunRecord) -> None:
@@ -29,9 +29,9 @@ class LaunchView(AbstractContextManager["LaunchView"], Protocol):
         """Rank 0 is here."""
 
 
-def launch_view(console: Console, steps: int) -> LaunchView:
+def launch_view(console: Console, steps: int) -> AbstractContextManager[LaunchView]:
     """A bar on a terminal, plain lines elsewhere."""
-    return LiveLaunch(console, steps) if console.is_terminal else PlainLaunch(console)
+    return LiveLaunch(console, steps) if console.is_terminal else nullcontext(PlainLaunch(console))
 
 
 def figures(progress: RankProgress) -> str:
@@ -53,14 +53,6 @@ class PlainLaunch:
         self._console = console
         self._phase = ""
         self._last = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
     def started(self, run: RunRecord) -> None:
         self._line(f"run {run.run_id}, logs in {run.run_dir}")

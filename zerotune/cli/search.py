@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zerotune.cli.console import say
+from zerotune.cli.interrupts import says_how_to_go_on
 from zerotune.cli.job import batch_words, load, placement_arguments, placement_words
 from zerotune.cli.options import (
     Address,
@@ -22,7 +23,7 @@ from zerotune.cli.options import (
     Sets,
     StoreOption,
 )
-from zerotune.config.errors import ExitCode, NothingFeasible, RunFailed
+from zerotune.config.errors import NothingFeasible, RunFailed
 from zerotune.config.space import Space, load_space
 
 if TYPE_CHECKING:
@@ -137,13 +138,8 @@ def search(
     if dry_run:
         _print_plan(job, knobs, placement, as_json)
         return
-    try:
+    with says_how_to_go_on("finished trials are kept, run the same command to go on"):
         _search(job, knobs, model, placement, study, store, as_json)
-    except KeyboardInterrupt as stop:
-        code = getattr(stop, "exit_code", ExitCode.INTERRUPTED)
-        word = "terminated" if code == ExitCode.TERMINATED else "interrupted"
-        say(f"{word}: finished trials are kept, run the same command to go on")
-        raise typer.Exit(code) from None
 
 
 def _search(

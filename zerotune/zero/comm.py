@@ -20,7 +20,6 @@ are not parameters and are counted apart from them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -198,10 +197,9 @@ class Communicator:
         self._wait_for(work, number)
         self._ledger.end_wait(pending)
 
-    @property
-    def sums_in_exchange(self) -> Callable[[torch.dtype], bool]:
+    def sums_in_exchange(self, dtype: torch.dtype) -> bool:
         """Whether a dtype is reduced by an exchange and a local sum (see [Note: order of summation])."""
-        return lambda dtype: self._group.backend != "nccl" or dtype is not torch.float32
+        return self._group.backend != "nccl" or dtype is not torch.float32
 
     @property
     def _is_async(self) -> bool:
@@ -253,12 +251,8 @@ class Communicator:
         if side is None:
             issue()
             return self._started(lambda: self._compare_on_device(heads, number), pending)
-        current = torch.cuda.current_stream(self._group.device)
-        side.wait_stream(current)
-        context: AbstractContextManager[object] = (
-            torch.cuda.stream(side) if side is not None else nullcontext()
-        )
-        with context:
+        side.wait_stream(torch.cuda.current_stream(self._group.device))
+        with torch.cuda.stream(side):
             issue()
             event = side.record_event()
         device = self._group.device

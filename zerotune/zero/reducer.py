@@ -36,7 +36,6 @@ class _InFlight:
     sent: torch.Tensor
     received: torch.Tensor
     summed: torch.Tensor  # [W]
-    names: list[str]
 
 
 class Reducer:
@@ -141,7 +140,7 @@ class Reducer:
             work = self._comm.reduce_scatter(received, sent, "gradient", names)
         members = list(filling.members)
         slices = [summed[filling.offsets[p.ref] : filling.offsets[p.ref] + p.slice] for p in members]
-        self._in_flight.append(_InFlight(members, slices, work, sent, received, summed, names))
+        self._in_flight.append(_InFlight(members, slices, work, sent, received, summed))
 
     def drain(self, keep: int = 0) -> None:
         """Finish the oldest reductions until at most ``keep`` are in flight; none will finish if ranks diverged."""
@@ -208,9 +207,10 @@ class Reducer:
         """Stage 0: the other half of an all-reduce, so that every rank holds the whole sum."""
         width = reduction.summed.numel()
         everyone = self._take(self._ranks * width, torch.float32)
-        self._comm.all_gather(everyone, reduction.summed, "gradient", reduction.names).wait()
+        names = [param.name for param in reduction.members]
+        self._comm.all_gather(everyone, reduction.summed, "gradient", names).wait()
         columns = everyone.view(self._ranks, width).split([p.slice for p in reduction.members], dim=1)
-        targets = [p.grad.view(self._ranks, p.slice) for p in reduction.members if p.grad is not None]
+        targets = [None if p.grad is None else p.grad.view(self._ranks, p.slice) for p in reduction.members]
         self._add(targets, list(columns), reduction.members)
         self._give(everyone)
 
@@ -221,16 +221,14 @@ class Reducer:
         members: Sequence[ShardedParam],
     ) -> None:
         """Put sums into gradients that are empty, add them to those that are not."""
-        first = [
-            (t, s) for t, s, p in zip(targets, sums, members, strict=True) if t is not None and not p.has_grad
-        ]
-        again = [
-            (t, s) for t, s, p in zip(targets, sums, members, strict=True) if t is not None and p.has_grad
-        ]
-        if first:
-            torch._foreach_copy_([t for t, _ in first], [s for _, s in first])
-        if again:
-            torch._foreach_add_([t for t, _ in again], [s for _, s in again])
+        for has_grad, put in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
+            pairs = [
+                (target, total)
+                for target, total, param in zip(targets, sums, members, strict=True)
+                if target is not None and param.has_grad is has_grad
+            ]
+            if pairs:
+                put([target for target, _ in pairs], [total for _, total in pairs])
         for param in members:
             param.has_grad = True
 
