@@ -49,8 +49,12 @@ def median_interval(values: Sequence[float]) -> Interval:
     weight = (n - rank) * share / (rank + (n - 2 * rank) * share)
     low = (1 - weight) * ordered[rank - 1] + weight * ordered[rank]
     high = (1 - weight) * ordered[n - rank] + weight * ordered[n - rank - 1]
-    # Rounding must not put the median outside of its own interval.
-    return Interval(value=middle, low=min(low, middle), high=max(high, middle))
+    # Rounding must put neither the median outside of its own interval nor the interval outside of the sample.
+    return Interval(
+        value=middle,
+        low=max(ordered[0], min(low, middle)),
+        high=min(ordered[-1], max(high, middle)),
+    )
 
 
 def _coverage(n: int, rank: int) -> float:
