@@ -123,7 +123,8 @@ class RankPool:
 
     def close(self, force: bool = False) -> None:
         """End the processes."""
-        _POOLS.pop(self.size, None)
+        if _POOLS.get(self.size) is self:
+            del _POOLS[self.size]
         for process, tasks in zip(self._processes, self._tasks, strict=True):
             if force:
                 process.kill()

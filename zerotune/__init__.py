@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerotune.config.knobs import Knobs
+    from zerotune.models.deferred import deferred
     from zerotune.zero.engine import ZeroEngine
 
 __version__ = "0.1.0"
-__all__ = ["Knobs", "ZeroEngine", "__version__"]
+__all__ = ["Knobs", "ZeroEngine", "__version__", "deferred"]
 
-_HOMES = {"ZeroEngine": "zerotune.zero.engine", "Knobs": "zerotune.config.knobs"}
+_HOMES = {
+    "ZeroEngine": "zerotune.zero.engine",
+    "Knobs": "zerotune.config.knobs",
+    "deferred": "zerotune.models.deferred",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from zerotune.config.knobs import Knobs
 from zerotune.config.schema import JobConfig
 from zerotune.engine.group import RankGroup
 from zerotune.engine.protocol import StepResult
+from zerotune.models.deferred import fill
 from zerotune.records import ByteClass, Ledger
 from zerotune.train.optim import optimizer_factory
 
@@ -89,6 +90,10 @@ class PlainEngine:
         self.closed = True
 
 
-def make_plain_engine(job: JobConfig, model: nn.Module, group: RankGroup) -> PlainEngine:
+def make_plain_engine(
+    job: JobConfig, model: nn.Module, group: RankGroup, weights: str | None = None
+) -> PlainEngine:
     """Stands in for :func:`zerotune.train.engines.make_engine`."""
+    assert weights is None
+    fill(model)
     return PlainEngine(model, optimizer_factory(job.train.optimizer), job.train.clip_norm)

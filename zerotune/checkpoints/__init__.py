@@ -12,6 +12,7 @@ from zerotune.checkpoints.sharded import (
     load,
     save,
 )
+from zerotune.checkpoints.weight_files import WeightFiles, load_weights
 from zerotune.checkpoints.writing import PendingSave
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "PendingSave",
     "RankWindow",
     "Weight",
+    "WeightFiles",
     "abandon_save",
     "begin_save",
     "complete_checkpoints",
@@ -27,6 +29,7 @@ __all__ = [
     "finish_save",
     "latest",
     "load",
+    "load_weights",
     "read_weights",
     "save",
 ]

@@ -198,6 +198,9 @@ class TrainConfig(Section):
     Under bf16 and fp16, ``gradient_dtype`` is in which gradients are kept and ``reduce_dtype`` in which they travel;
     parameters travel in the dtype of ``precision``, and sums over ranks, masters and optimizer state are fp32. A step with
     a gradient that is not finite is skipped; ``max_skipped_steps`` in a row end the run.
+
+    ``weights`` is a safetensors file, or a folder of them, to start from instead of values drawn with ``seed``. It must
+    hold exactly what the model's ``state_dict()`` does, and be readable on every node.
     """
 
     steps: int = Field(100, ge=1)
@@ -217,6 +220,7 @@ class TrainConfig(Section):
     engine: Literal["zerotune"] = "zerotune"
     leaf_modules: tuple[str, ...] | Literal["auto"] = "auto"
     seed: int = Field(0, ge=0)
+    weights: str | None = None
     save_every: int | None = Field(None, ge=1)
     save_async: bool = False
 

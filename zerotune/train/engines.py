@@ -27,8 +27,20 @@ class TunedEngine(Engine, Checkpointable, Protocol):
         """Largest number of live elements so far."""
 
 
-def make_engine(job: JobConfig, model: nn.Module, group: RankGroup) -> TunedEngine:
-    """Build the engine that ``train.engine`` names."""
+def make_engine(
+    job: JobConfig, model: nn.Module, group: RankGroup, weights: str | None = None
+) -> TunedEngine:
+    """Build the engine that ``train.engine`` names.
+
+    Args:
+        job: The configuration.
+        model: Ordinary, or built within :func:`zerotune.models.deferred.deferred`.
+        group: The ranks.
+        weights: Safetensors files to start from.
+
+    Raises:
+        UsageError: The model cannot be trained, or the weights do not fit it.
+    """
     from zerotune.zero.engine import ZeroEngine
     from zerotune.zero.scaler import LossScaling
 
@@ -48,4 +60,5 @@ def make_engine(job: JobConfig, model: nn.Module, group: RankGroup) -> TunedEngi
         max_skipped_steps=job.train.max_skipped_steps,
         accumulate=job.train.accumulate,
         leaf_modules=job.train.leaf_modules,
+        weights=weights,
     )

@@ -10,6 +10,7 @@ from zerotune.config.check import BatchPlan, batch_plan
 from zerotune.config.schema import JobConfig
 from zerotune.engine.group import RankGroup
 from zerotune.models.build import build_model
+from zerotune.models.deferred import deferred
 from zerotune.records import Ledger, Measurement, MemoryUse
 from zerotune.train import memory, saving
 from zerotune.train.context import RankContext
@@ -49,9 +50,10 @@ def _run(ctx: RankContext, spec: RunSpec) -> RankReport:
 
     plan = batch_plan(job.train.global_batch_size, group.size, job.train.micro_batch_size)
     data = build_data(job.data, job.model, job.train.seed, job.train.global_batch_size)
-    with device:
+    with device, deferred():
         model = build_model(job.model, job.train.seed)
-    engine = make_engine(job, model, group)
+    weights = job.train.weights if spec.resume_from is None else None  # a checkpoint holds them all
+    engine = make_engine(job, model, group, weights)
     try:
         loop = Loop(_resolved(job, engine, plan), engine, data, group, plan)
         if spec.resume_from is not None:

@@ -1,4 +1,4 @@
-"""What checkpoints ask of the engine beside its slices: the open window, small values, the model's own names."""
+"""What checkpoints ask of the engine: its slices, the open window, small values, the model's own names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from zerotune import checkpoints
 from zerotune.checkpoints import Checkpointable, FlatSlice, RankWindow, Weight
 from zerotune.config.errors import UsageError
 from zerotune.engine import RankGroup
+from zerotune.schedule import slice_bounds
 from zerotune.zero.executor import Executor
 from zerotune.zero.reducer import Reducer
 from zerotune.zero.scaler import LossScaler, SkippedSteps
@@ -37,7 +38,8 @@ class CheckpointMixin:
     _begin_window: Callable[[], None]
     _count_full_gradients: Callable[[], None]
     _full_master: Callable[[ShardedParam], torch.Tensor]
-    _real_part: Callable[[ShardedParam, torch.Tensor], FlatSlice]
+    _is_replicated: bool
+    _account_optimizer: Callable[[], None]
 
     @property
     def _as_saved(self) -> Checkpointable:
@@ -90,7 +92,79 @@ class CheckpointMixin:
         """
         return checkpoints.load(self._as_saved, folder, restart_window)[1]
 
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Load plain weights from a safetensors file or a folder of them; a collective call, between steps.
+
+        See :func:`zerotune.checkpoints.load_weights`.
+
+        Args:
+            path: Readable on every rank; each reads its own slices.
+            strict: Whether the files must hold exactly what the model's ``state_dict()`` does.
+
+        Raises:
+            UsageError: They do not fit the model.
+        """
+        checkpoints.load_weights(self._as_saved, path, strict)
+
     # --------------------------------------------------------------------- what zerotune.checkpoints asks for
+
+    def sharded_state(self) -> dict[str, torch.Tensor]:
+        """This rank's part of parameters, buffers and optimizer state (see :mod:`zerotune.checkpoints`).
+
+        Parameters are the fp32 masters. The tensors share memory with the engine's, so that loading writes into it.
+        """
+        state: dict[str, torch.Tensor] = {}
+        for param in self.shards.params:
+            state[f"model/{param.name}"] = self._real_part(param, param.master)
+            for key, value in self.optimizer.state.get(param.master, {}).items():
+                if isinstance(value, torch.Tensor):
+                    is_sliced = value.shape == param.master.shape and value.dim() == 1
+                    state[f"optimizer/{param.name}/{key}"] = (
+                        self._real_part(param, value) if is_sliced else value
+                    )
+        for name, buffer in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(buffer, nn.Parameter) and isinstance(buffer, torch.Tensor):
+                state[f"buffer/{name}"] = buffer.detach()
+        return state
+
+    def expect_optimizer_state(self, found: Mapping[str, Mapping[str, tuple[torch.dtype, bool]]]) -> None:
+        """Make room for optimizer state that is about to be loaded."""
+        by_name = {param.name: param for param in self.shards.params}
+        for name in found:
+            if name not in by_name:
+                raise UsageError(f"the checkpoint has optimizer state of {name}, which is not in the model")
+        for name, param in by_name.items():
+            state = self.optimizer.state.pop(param.master, {})
+            for key, (dtype, is_sliced) in found.get(name, {}).items():
+                if key not in state:
+                    like = (
+                        param.master.detach()
+                        if is_sliced
+                        else torch.empty((), device=_state_device(self.optimizer))
+                    )
+                    state[key] = torch.zeros_like(like, dtype=dtype)
+            if state:
+                self.optimizer.state[param.master] = {
+                    k: v for k, v in state.items() if k in found.get(name, {})
+                }
+        self._account_optimizer()
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """Settings of the optimizer's groups, without the parameters."""
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
+    def set_optimizer_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Load what :meth:`optimizer_groups` gave.
+
+        Raises:
+            UsageError: There is another number of groups.
+        """
+        if len(groups) != len(self.optimizer.param_groups):
+            raise UsageError(
+                f"the checkpoint has {len(groups)} parameter groups, the optimizer {len(self.optimizer.param_groups)}"
+            )
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
 
     def optimizer_values(self) -> dict[str, dict[str, Any]]:
         """Optimizer state that is no tensor, by parameter."""
@@ -185,9 +259,24 @@ class CheckpointMixin:
             )
         return weights
 
+    def _real_part(self, param: ShardedParam, values: torch.Tensor) -> FlatSlice:
+        """The elements of a master, or of optimizer state laid out like it, that are not padding."""
+        if self._is_replicated:
+            return FlatSlice.of(values[: param.numel], 0, param.numel)
+        start, end = slice_bounds(param.numel, self.group.size, self.group.rank)
+        return FlatSlice.of(values[: end - start], start, param.numel)
+
     def full_parameter(self, name: str) -> torch.Tensor:
         """One parameter, full, fp32, on the CPU; collective."""
         return self._full_master(next(param for param in self.shards.params if param.name == name))
+
+
+def _state_device(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where scalar optimizer state (``step``) lives: beside the parameters for fused and capturable optimizers."""
+    group = optimizer.param_groups[0]
+    on_device = group.get("fused") or group.get("capturable")
+    device: torch.device = group["params"][0].device
+    return device if on_device else torch.device("cpu")
 
 
 def _memory_of(buffer: torch.Tensor, name: str) -> tuple[Any, ...]:

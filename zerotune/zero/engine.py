@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from zerotune.checkpoints import FlatSlice
+from zerotune.checkpoints import WeightFiles, load_weights
 from zerotune.config.errors import RunFailed, UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper, RankGroup, StepResult
-from zerotune.engine.meeting import meet
+from zerotune.engine.meeting import meet, together
 from zerotune.models.access import AccessWatch, make_partitioned, make_plain
+from zerotune.models.deferred import is_deferred, leave_meta, values_of
 from zerotune.models.units import LeafModules, cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
 from zerotune.records import ByteClass, Ledger
@@ -44,6 +46,9 @@ from zerotune.zero.scaler import LossScaler, LossScaling, RankTrouble, SkippedSt
 from zerotune.zero.shards import ShardedParam, ShardStore
 
 logger = logging.getLogger(__name__)
+
+SETUP_BUCKET_BYTES = 32 * 2**20
+"""Bytes that one broadcast of set-up carries, at most: a collective per parameter would cost more than it moves."""
 
 
 class ZeroEngine(CheckpointMixin):
@@ -74,6 +79,9 @@ class ZeroEngine(CheckpointMixin):
         gradient_dtype: ``fp32``, or ``compute`` to keep gradients, and sum them over micro-batches, in the compute
             dtype.
         reduce_dtype: In which gradients travel: in the ``compute`` dtype, or in ``fp32``. They are summed in fp32.
+        weights: A safetensors file, or a folder of them, to load instead of the model's first values; see
+            :meth:`load_weights`. What it holds is not initialised at all, so that the model may be on the meta device.
+        strict_weights: Whether it must hold exactly what the model's ``state_dict()`` does.
         loss_scaling: How the loss scale of ``fp16`` moves.
         max_skipped_steps: A step is skipped on all ranks if a gradient is not finite on one of them; so many in a row
             end the run.
@@ -105,6 +113,8 @@ class ZeroEngine(CheckpointMixin):
         reduce_dtype: DtypeChoice = "compute",
         loss_scaling: LossScaling | None = None,
         max_skipped_steps: int = 50,
+        weights: str | Path | None = None,
+        strict_weights: bool = True,
     ) -> None:
         self.module = module
         self.group = group or RankGroup.default()
@@ -117,6 +127,14 @@ class ZeroEngine(CheckpointMixin):
         self._norm_type = norm_type_of(clip_norm_type)
         self._scaler = LossScaler((loss_scaling or LossScaling()) if precision == "fp16" else None)
         self._skipped = SkippedSteps(max_skipped_steps)
+        files = (
+            None
+            if weights is None
+            else together(self.group, f"opening {weights}", lambda: WeightFiles(weights))
+        )
+        loaded = frozenset(files.shapes if files else ())
+        leave_meta(module, self.group.device, loaded)
+        self._is_loaded = {p for name, p in module.named_parameters(remove_duplicate=False) if name in loaded}
         refuse_what_cannot_work(module, self.group.device)
         self.knobs = resolve_knobs(knobs or Knobs(), largest_block(module, leaf_modules))
         self._is_replicated = self.knobs.stage == 0
@@ -139,6 +157,7 @@ class ZeroEngine(CheckpointMixin):
             self.ledger,
             self.dtypes.gradient,
             holds_grads=not self._accumulates_locally,
+            values=self._first_values,
         )
         if not self.shards.trainable:
             raise UsageError("the model has nothing to train: no parameter requires a gradient")
@@ -179,6 +198,12 @@ class ZeroEngine(CheckpointMixin):
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._weight_sum = 0.0
         self.steps = 0
+        if files is not None:
+            try:
+                load_weights(self._as_saved, files, strict_weights)
+            except BaseException:
+                self.close()
+                raise
         self.ledger.reset_peaks()
 
     # -------------------------------------------------------------------------------------------- a training step
@@ -211,6 +236,8 @@ class ZeroEngine(CheckpointMixin):
         self._loss_sum += loss.detach().to(torch.float64) * weight
         if not same_items:
             self._weight_sum += weight
+        if not self._accumulates_locally:
+            self.shards.materialize_grads()
         with self._clean_on_error(in_backward=True):
             self._executor.begin_backward(self.module)
             self._watcher.begin_backward()
@@ -376,64 +403,6 @@ class ZeroEngine(CheckpointMixin):
                 self._load_master(sharded, state[name])
         self.refresh()
 
-    def sharded_state(self) -> dict[str, torch.Tensor]:
-        """This rank's part of parameters, buffers and optimizer state (see :mod:`zerotune.checkpoints`).
-
-        Parameters are the fp32 masters. The tensors share memory with the engine's, so that loading writes into it.
-        """
-        state: dict[str, torch.Tensor] = {}
-        for param in self.shards.params:
-            state[f"model/{param.name}"] = self._real_part(param, param.master)
-            for key, value in self.optimizer.state.get(param.master, {}).items():
-                if isinstance(value, torch.Tensor):
-                    is_sliced = value.shape == param.master.shape and value.dim() == 1
-                    state[f"optimizer/{param.name}/{key}"] = (
-                        self._real_part(param, value) if is_sliced else value
-                    )
-        for name, buffer in self.module.state_dict(keep_vars=True).items():
-            if not isinstance(buffer, nn.Parameter) and isinstance(buffer, torch.Tensor):
-                state[f"buffer/{name}"] = buffer.detach()
-        return state
-
-    def expect_optimizer_state(self, found: Mapping[str, Mapping[str, tuple[torch.dtype, bool]]]) -> None:
-        """Make room for optimizer state that is about to be loaded."""
-        by_name = {param.name: param for param in self.shards.params}
-        for name in found:
-            if name not in by_name:
-                raise UsageError(f"the checkpoint has optimizer state of {name}, which is not in the model")
-        for name, param in by_name.items():
-            state = self.optimizer.state.pop(param.master, {})
-            for key, (dtype, is_sliced) in found.get(name, {}).items():
-                if key not in state:
-                    like = (
-                        param.master.detach()
-                        if is_sliced
-                        else torch.empty((), device=_state_device(self.optimizer))
-                    )
-                    state[key] = torch.zeros_like(like, dtype=dtype)
-            if state:
-                self.optimizer.state[param.master] = {
-                    k: v for k, v in state.items() if k in found.get(name, {})
-                }
-        self._account_optimizer()
-
-    def optimizer_groups(self) -> list[dict[str, Any]]:
-        """Settings of the optimizer's groups, without the parameters."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-
-    def set_optimizer_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Load what :meth:`optimizer_groups` gave.
-
-        Raises:
-            UsageError: There is another number of groups.
-        """
-        if len(groups) != len(self.optimizer.param_groups):
-            raise UsageError(
-                f"the checkpoint has {len(groups)} parameter groups, the optimizer {len(self.optimizer.param_groups)}"
-            )
-        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
-
     def refresh(self) -> None:
         """Rebuild every derived copy from the masters, after they were written from outside."""
         self._publish_updates()
@@ -499,12 +468,32 @@ class ZeroEngine(CheckpointMixin):
 
     def _agree_on_values(self) -> None:
         """Every rank starts from rank 0's values: ranks that were seeded differently would train another model each."""
-        for every in [*self.module.parameters(), *self.module.buffers()]:
-            with torch.no_grad():
-                tensor = without_repeats(every)
-                contiguous = tensor.detach().contiguous()
+        if self.group.size == 1:
+            return
+        present = [p for p in self.module.parameters() if not is_deferred(p) and p not in self._is_loaded]
+        values = [without_repeats(t.detach()) for t in (*present, *self.module.buffers())]
+        for bucket in _in_buckets(values, SETUP_BUCKET_BYTES):
+            flat = torch.cat([value.reshape(-1) for value in bucket])
+            self._comm.broadcast(flat, "setup")
+            for value, agreed in zip(bucket, flat.split([v.numel() for v in bucket]), strict=True):
+                value.copy_(agreed.view(value.shape))
+
+    @contextmanager
+    def _first_values(self, param: nn.Parameter) -> Iterator[torch.Tensor]:
+        """A parameter's values, rank 0's; those of a deferred build are made there, and only inside.
+
+        What is loaded from files has none before.
+        """
+        if param in self._is_loaded:
+            yield torch.zeros((), dtype=param.dtype, device=self.group.device).expand(param.shape)
+            return
+        with values_of(param, make=self.group.rank == 0) as values:
+            if is_deferred(param) and self.group.size > 1:
+                contiguous = values.contiguous()
                 self._comm.broadcast(contiguous, "setup")
-                tensor.detach().copy_(contiguous)
+                if contiguous is not values:
+                    values.copy_(contiguous)
+            yield values
 
     def _before_window(self) -> None:
         """Before the first forward of a window: is every parameter still managed, and which ones train?"""
@@ -674,13 +663,6 @@ class ZeroEngine(CheckpointMixin):
             self._comm.all_gather(flat, param.master.detach(), "export", [param.name]).wait()
         return flat[: param.numel].view(param.param.shape).cpu().clone()
 
-    def _real_part(self, param: ShardedParam, values: torch.Tensor) -> FlatSlice:
-        """The elements of a master, or of optimizer state laid out like it, that are not padding."""
-        if self._is_replicated:
-            return FlatSlice.of(values[: param.numel], 0, param.numel)
-        start, end = slice_bounds(param.numel, self.group.size, self.group.rank)
-        return FlatSlice.of(values[: end - start], start, param.numel)
-
     def _load_master(self, param: ShardedParam, value: torch.Tensor) -> None:
         param.master.detach().copy_(self._slice_of(param, value.to(self.group.device, torch.float32)))
 
@@ -702,12 +684,17 @@ def _widened(loss: torch.Tensor) -> torch.Tensor:
     return loss if loss.dtype.itemsize >= 4 else loss.float()
 
 
-def _state_device(optimizer: torch.optim.Optimizer) -> torch.device:
-    """Where scalar optimizer state (``step``) lives: beside the parameters for fused and capturable optimizers."""
-    group = optimizer.param_groups[0]
-    on_device = group.get("fused") or group.get("capturable")
-    device: torch.device = group["params"][0].device
-    return device if on_device else torch.device("cpu")
+def _in_buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
+    """Tensors of one dtype together, up to ``limit`` bytes (a larger tensor alone)."""
+    buckets: list[list[torch.Tensor]] = []
+    filling: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        bucket = filling.get(tensor.dtype)
+        if bucket is None or sum(t.nbytes for t in bucket) + tensor.nbytes > limit:
+            bucket = filling[tensor.dtype] = []
+            buckets.append(bucket)
+        bucket.append(tensor)
+    return buckets
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerotune.config.errors import UsageError
-from zerotune.models.access import is_wrapper
+from zerotune.models.access import is_wrapper, not_reading
 
 
 def refuse_what_cannot_work(module: nn.Module, device: torch.device) -> None:
@@ -18,6 +18,11 @@ def refuse_what_cannot_work(module: nn.Module, device: torch.device) -> None:
     Raises:
         UsageError: Names the parameter and the remedy.
     """
+    with not_reading():
+        _refuse(module, device)
+
+
+def _refuse(module: nn.Module, device: torch.device) -> None:
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise UsageError(f"{name} has no shape yet", "run one forward pass before the engine is built")
@@ -119,8 +124,7 @@ def _refuse_shared_memory(module: nn.Module) -> None:
     for sharing in by_storage.values():
         if len(sharing) < 2:
             continue
-        first = sharing[0][1]
-        owner = torch.full((first.untyped_storage().nbytes(),), -1, dtype=torch.int32)
+        owner = torch.full((max(_extent(tensor) for _, tensor in sharing),), -1, dtype=torch.int32)
         for index, (name, tensor) in enumerate(sharing):
             places = owner.as_strided(
                 tensor.shape, _in_bytes(tensor), tensor.storage_offset() * tensor.itemsize
@@ -133,6 +137,12 @@ def _refuse_shared_memory(module: nn.Module) -> None:
                     "make them one nn.Parameter object, registered under both names",
                 )
             without_repeats(places).fill_(index)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes of the storage that a tensor reaches; the storage itself may be empty (a deferred build)."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
 
 
 def _in_bytes(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -10,14 +10,15 @@ the parameter's, so autograd does not take it for an in-place change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from zerotune.engine import LedgerKeeper
+from zerotune.models.deferred import take_over, values_of
 from zerotune.models.units import Unit
 from zerotune.records import ByteClass
 from zerotune.schedule import Layout, ParamRef, slice_bounds
@@ -111,8 +112,10 @@ class ShardStore:
         device: Device of everything.
         ledger: Counts the bytes.
         grad_dtype: Dtype in which gradients are kept.
-        holds_grads: Whether the shards' gradients are held through the accumulation window. Otherwise full gradients
-            are, and the shards' exist between :meth:`materialize_grads` and :meth:`forget_grads`.
+        holds_grads: Whether the shards' gradients, once there are any, are held. Otherwise full gradients are, and the
+            shards' exist between :meth:`materialize_grads` and :meth:`forget_grads`.
+        values: Makes the context in which a parameter has its first values, in its shape; asked once for each, in
+            the order of units, and left before the next.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class ShardStore:
         ledger: LedgerKeeper,
         grad_dtype: torch.dtype = torch.float32,
         holds_grads: bool = True,
+        values: Callable[[nn.Parameter], AbstractContextManager[torch.Tensor]] = values_of,
     ) -> None:
         self._layout = layout
         self._rank = rank
@@ -135,6 +139,7 @@ class ShardStore:
         self._ledger = ledger
         self._grad_dtype = grad_dtype
         self._holds_grads = holds_grads
+        self._values = values
         self.units: list[ShardedUnit] = []
         for index, unit in enumerate(units):
             sizes = layout.units[index].params
@@ -183,7 +188,7 @@ class ShardStore:
             torch._foreach_copy_(targets, [p.master.detach() for p in self.params])
 
     def allocate_grads(self) -> None:
-        """Make room for the gradients of the parameters that require one now.
+        """Gradients are those of the parameters that require one now.
 
         Between two accumulation windows only: what was summed is lost.
         """
@@ -192,8 +197,6 @@ class ShardStore:
             param.trains = param.param.requires_grad
             # Full gradients that are summed over micro-batches have the dtype that gradients are kept in.
             param.param.grad_dtype = self._dtype if self._holds_grads else self._grad_dtype
-        if self._holds_grads:
-            self.materialize_grads()
 
     def forget_grads(self) -> None:
         """The step is over: nothing is summed any more."""
@@ -262,59 +265,70 @@ class ShardStore:
         self._ledger.add(byte_class, flat.nbytes)
         return flat
 
-    def _take_over(self, param: nn.Parameter, slice_numel: int) -> torch.Tensor:
-        """Move a parameter onto a storage of its padded size  # [N, S]"""
-        numel = param.numel()
-        full = torch.zeros(slice_numel * self._layout.ranks, dtype=self._dtype, device=self._device)
-        with torch.no_grad():
-            full[:numel].copy_(param.detach().reshape(-1))
-        param.data = full[:numel].view(param.shape)
-        self._ledger.add(ByteClass.FULL, full.nbytes)
+    def _move(self, param: nn.Parameter, slice_numel: int, values: torch.Tensor | None) -> torch.Tensor:
+        """Give a parameter a storage of its padded size  # [N, S]
+
+        Args:
+            param: The parameter.
+            slice_numel: S.
+            values: What the storage holds then; ``None`` leaves it without memory.
+        """
+        numel, size = param.numel(), slice_numel * self._layout.ranks
+        if values is None:
+            full = torch.empty(size, dtype=self._dtype, device=self._device)
+        else:
+            full = torch.zeros(size, dtype=self._dtype, device=self._device)
+            with torch.no_grad():
+                full[:numel].copy_(values.reshape(-1))
+            self._ledger.add(ByteClass.FULL, full.nbytes)
+        own = full[:numel].view(param.shape)
+        if values is None:
+            full.untyped_storage().resize_(0)
+        take_over(param)
+        param.data = own
         return full.view(self._layout.ranks, slice_numel)
 
     def _partition(
         self, ref: ParamRef, name: str, param: nn.Parameter, shard: torch.Tensor, master: torch.Tensor
     ) -> ShardedParam:
-        self._fill_master(param, master)  # before the compute dtype rounds the value
-        rows = self._take_over(param, shard.numel())
+        with self._values(param) as values:
+            self._fill_master(values, master)  # before the compute dtype rounds the value
+        rows = self._move(param, shard.numel(), None)
         if shard.dtype is not torch.float32:
             shard.copy_(master)
-        sharded = ShardedParam(
+        return ShardedParam(
             ref, name, param, param.numel(), shard.numel(), rows, shard, _leaf(master), None, False
         )
-        sharded.resize(is_full=False)
-        self._ledger.add(ByteClass.FULL, -sharded.full_bytes)
-        return sharded
 
     def _persist(self, ref: ParamRef, name: str, param: nn.Parameter) -> ShardedParam:
         size = self._layout.slice(ref)
-        numel = param.numel()
+        with self._values(param) as values:
+            if self._dtype is not torch.float32:
+                master = self._zeros(size, torch.float32, ByteClass.OPTIMIZER)
+                self._fill_master(values, master)
+            rows = self._move(param, size, values)
         if self._dtype is torch.float32:
-            rows = self._take_over(param, size)
             master = rows[self._rank]
-        else:
-            master = self._zeros(size, torch.float32, ByteClass.OPTIMIZER)
-            self._fill_master(param, master)
-            rows = self._take_over(param, size)
-        return ShardedParam(ref, name, param, numel, size, rows, rows[self._rank], _leaf(master), None, True)
+        return ShardedParam(
+            ref, name, param, param.numel(), size, rows, rows[self._rank], _leaf(master), None, True
+        )
 
     def _replicate(self, ref: ParamRef, name: str, param: nn.Parameter) -> ShardedParam:
-        size = self._layout.slice(ref)
-        numel = param.numel()
+        size, numel = self._layout.slice(ref), param.numel()
+        with self._values(param) as values:
+            if self._dtype is not torch.float32:
+                master = self._zeros(size * self._layout.ranks, torch.float32, ByteClass.OPTIMIZER)
+                with torch.no_grad():
+                    master[:numel].copy_(values.reshape(-1))
+            rows = self._move(param, size, values)
         if self._dtype is torch.float32:
-            rows = self._take_over(param, size)
             master = rows.view(-1)
-        else:
-            master = self._zeros(size * self._layout.ranks, torch.float32, ByteClass.OPTIMIZER)
-            with torch.no_grad():
-                master[:numel].copy_(param.detach().reshape(-1))
-            rows = self._take_over(param, size)
         return ShardedParam(ref, name, param, numel, size, rows, rows[self._rank], _leaf(master), None, True)
 
-    def _fill_master(self, param: nn.Parameter, master: torch.Tensor) -> None:
-        start, end = slice_bounds(param.numel(), self._layout.ranks, self._rank)
+    def _fill_master(self, values: torch.Tensor, master: torch.Tensor) -> None:
+        start, end = slice_bounds(values.numel(), self._layout.ranks, self._rank)
         with torch.no_grad():
-            master[: end - start].copy_(param.detach().reshape(-1)[start:end])
+            master[: end - start].copy_(values.reshape(-1)[start:end])
 
 
 def _leaf(master: torch.Tensor) -> nn.Parameter:
