@@ -27,8 +27,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two workers: one for the tests that train on ranks, one for all others (tests/conftest.py).
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # Kills at 50 random moments during saves; `make test` has three of them.
 faults: $(READY)
@@ -36,7 +37,7 @@ faults: $(READY)
 
 # Every three knobs crossed, held against the plain process; `make test` has every two.
 matrix: $(READY)
-	$(BIN)/python -m pytest -s -m matrix tests/cases
+	$(BIN)/python -m pytest -s -m matrix tests/cases tests/zero
 
 # Random modules under random knobs; `make test` has a fixed set of them, this takes FUZZ_EXAMPLES new ones (500).
 fuzz: $(READY)

@@ -1,6 +1,7 @@
-"""Ranks for tests: one pool of spawned processes per world size, kept for the whole session.
+"""Ranks for tests: one pool of processes per world size, kept for the whole session.
 
-Importing torch for every case would cost more than the cases. Every task has a hard limit; when it is reached, all
+Importing torch for every case would cost more than the cases, and for every process more than the process: they are
+forked from one that has imported it, and runs nothing. Every task has a hard limit; when it is reached, all
 ranks' stacks are printed, the pool is killed, and the next task gets a new one.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_LIMIT_S = 60.0
+PRELOADED = ["torch", "zerotune", "zerotune.zero.engine", "tests.checkpoints.jobs", "tests.cases.harness"]
 START_LIMIT_S = 170.0
 
 
@@ -55,10 +57,11 @@ class RankPool:
 
     Args:
         size: Number of ranks.
+        afresh: Start every process from nothing, with the environment of now.
     """
 
-    def __init__(self, size: int) -> None:
-        context = get_context("spawn")
+    def __init__(self, size: int, afresh: bool = False) -> None:
+        context = get_context("spawn") if afresh else forkserver()
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         root = Path(self._folder.name)
@@ -135,6 +138,13 @@ class RankPool:
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
+
+
+def forkserver() -> Any:
+    """The context of processes that need not import torch again."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 _POOLS: dict[int, RankPool] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +16,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.ranks import forkserver
 
 STEPS = 5
 SIZE = 2
@@ -86,8 +87,7 @@ def run_program(
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("answer.json", "store"):
         (folder / name).unlink(missing_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "zerotune", "zerotune.zero.engine", "tests.checkpoints.jobs"])
+    context = forkserver()
     ranks = [context.Process(target=_rank, args=(rank, str(folder), moment, resume)) for rank in range(SIZE)]
     for process in ranks:
         process.start()

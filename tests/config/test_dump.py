@@ -101,6 +101,14 @@ def test_reads_back_equal(job: JobConfig, header: list[str]) -> None:
     assert read_job(dump_job(job, header)).job == job
 
 
+def test_infinity_in_what_is_handed_on_comes_back() -> None:
+    """Some transformers configurations hold it (``time_step_limit: [0.0, .inf]``)."""
+    model = {"hf": {"config": {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]}}}
+    job = JobConfig.model_validate({"model": model})
+    assert read_job(dump_job(job)).job == job
+    assert JobConfig.model_validate(job.model_dump(mode="json")) == job
+
+
 def test_writes_every_default_in_the_order_of_the_schema() -> None:
     text = dump_job(JobConfig.model_validate({"model": {"gpt": {}}}), ["best of study s", "1.10x"])
     lines = text.splitlines()

@@ -8,7 +8,7 @@ from typing import Any
 from zerotune.config.knobs import REGISTRY
 
 
-def random_settings(count: int, seed: int = 7) -> list[dict[str, Any]]:
+def random_settings(count: int, seed: int = 10) -> list[dict[str, Any]]:
     """Settings with persistence 0, in each of which every stage-3 knob of the registry is set.
 
     Sizes are drawn around the size of a block of the test models (some 5000 elements).

@@ -119,7 +119,7 @@ def test_peak_while_building_is_shards_and_the_largest_unit(monkeypatch: pytest.
     # Freed memory goes back at once, or the process's resident memory would be glibc's and not ours.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
-    pool = RankPool(4)
+    pool = RankPool(4, afresh=True)
     try:
         for peak in pool.run(peak_of_build, limit=170):
             assert 39e6 < peak.parameters < 42e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -40,10 +41,18 @@ def print_parts(parts: Iterable[Table | Text | None]) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document to stdout."""
+    """Print one JSON document to stdout; what JSON has no number for (infinity, NaN) is null."""
     import json
 
-    print(json.dumps(document, indent=2, allow_nan=False))
+    print(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def say(line: str) -> None:

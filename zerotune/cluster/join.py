@@ -224,6 +224,8 @@ def _connect(address: str) -> Cluster:
     _probe(address)
     import ray
 
+    # It warns that a thread cannot set the signal handler that is not wanted here.
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     failure: list[BaseException] = []
 
     def init() -> None:

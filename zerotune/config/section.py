@@ -17,7 +17,8 @@ class Section(BaseModel):
         exactly_one: Whether the fields are alternatives, of which one is given.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # What users hand on to others (a transformers configuration) may hold infinity, and must come back as it was.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
     shorthand: ClassVar[str | None] = None
     exactly_one: ClassVar[bool] = False
