@@ -57,11 +57,10 @@ class RankPool:
 
     Args:
         size: Number of ranks.
-        afresh: Start every process from nothing, with the environment of now.
     """
 
-    def __init__(self, size: int, afresh: bool = False) -> None:
-        context = get_context("spawn") if afresh else forkserver()
+    def __init__(self, size: int) -> None:
+        context = forkserver()
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         root = Path(self._folder.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from zerotune.models.gpt import Gpt
 from zerotune.zero.engine import ZeroEngine
 
 State = dict[str, torch.Tensor]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def _engine(module: nn.Module, stage: int, precision: Any = "fp32", **options: Any) -> ZeroEngine:
@@ -116,6 +119,9 @@ class Peak:
 
 def peak_of_build(rank: int, size: int) -> Peak:
     """Build a GPT of 40 M parameters deferred, and partition it, watching the process's resident memory."""
+    # Freed memory goes back at once, or the process's resident memory would be glibc's and not ours.
+    for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        ctypes.CDLL(None).mallopt(option, 64 * 1024)
     config = GptConfig(layers=10, d_model=512, heads=8, vocab_size=8192, sequence_length=128)
     _build(config)  # once before, so that what is only loaded at the first use (code, above all) is there
     gc.collect()

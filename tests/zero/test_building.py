@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.ranks import RankPool, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.zero.building import (
     deferred_and_ordinary,
     from_files,
@@ -114,15 +114,8 @@ def test_a_meta_model_without_weights_is_refused_by_name() -> None:
         assert "tok_emb.weight was built on the meta device: it has no values" in error
 
 
-def test_peak_while_building_is_shards_and_the_largest_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_while_building_is_shards_and_the_largest_unit() -> None:
     """40 M parameters on 4 ranks."""
-    # Freed memory goes back at once, or the process's resident memory would be glibc's and not ours.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
-    pool = RankPool(4, afresh=True)
-    try:
-        for peak in pool.run(peak_of_build, limit=170):
-            assert 39e6 < peak.parameters < 42e6
-            assert peak.shards < peak.peak < (peak.shards + peak.largest_unit) * 1.05
-    finally:
-        pool.close()
+    for peak in run_on_ranks(4, peak_of_build, limit=170):
+        assert 39e6 < peak.parameters < 42e6
+        assert peak.shards < peak.peak < (peak.shards + peak.largest_unit) * 1.05
