@@ -275,6 +275,7 @@ def resume_job(rank: int, size: int, folder: str, setting: Setting, at: int) -> 
         (2, Setting({"stage": 0}, accumulation=2, dropout=0.3), 7),
         (2, Setting({"stage": 3}, accumulation=3, engine={"accumulate": "local"}), 7),
         (2, Setting({"stage": 3}, accumulation=2, precision="bf16"), 7),
+        (2, Setting({"stage": 3}, accumulation=2, precision="fp16"), 7),
         (2, Setting({"stage": 3, "param_persistence_threshold": 50}, accumulation=2), 5),
         (1, Setting({"stage": 3}, accumulation=2, dropout=0.3), 7),
     ],
@@ -476,6 +477,34 @@ def test_c05_two_calls_at_once_are_told_apart(tmp_path):
     first, second = run_on_ranks(2, other_calls_job, str(tmp_path))
     assert first[1] == second[1] and "rank 0 called saving step 0 while rank 1 called loading" in first[1]
     assert max(first[2], second[2]) < 5
+
+
+def hook_job(rank: int, size: int, own: bool):
+    """A user's hook that reads parameters on rank 0 only: those of the module that runs, or others."""
+    engine = build()
+    list(plain_steps(engine, rank, size, 1))
+    norms: list[float] = []
+    if rank == 0:
+        layers = [m for m in engine.module.modules() if next(m.parameters(recurse=False), None) is not None]
+        read = layers[0 if own else -1]
+        layers[0].register_forward_hook(
+            lambda *_: norms.append(sum(float(p.detach().norm()) for p in read.parameters(recurse=False)))
+        )
+    if not own:
+        return refused(lambda: list(plain_steps(engine, rank, size, 2)))
+    list(plain_steps(engine, rank, size, 2))
+    return norms
+
+
+def test_c05_a_hook_may_read_its_own_weights_on_one_rank():
+    first, second = run_on_ranks(2, hook_job, True)
+    assert len(first) == 2 and min(first) > 0 and second == []
+
+
+def test_c05_a_hook_that_reads_others_weights_on_one_rank_is_named():
+    for kind, text, seconds in run_on_ranks(2, hook_job, False):
+        assert kind in ("RanksDiverged", "CollectiveFailed"), text
+        assert "rank 0" in text and "rank 1" in text and seconds < 10
 
 
 # --------------------------------------------------------------- C06: memory after saving and after training

@@ -196,6 +196,12 @@ def everything_frozen_later(world: World) -> None:
     train(world, model, steps=1)
 
 
+def wide(world: World) -> None:
+    module = Stack()
+    module.head.double()
+    world.build(module)
+
+
 def thawed_within_a_window(world: World) -> None:
     module = Stack()
     module.head.requires_grad_(False)
@@ -228,6 +234,7 @@ def thawed_within_a_window(world: World) -> None:
         (tied_by_transposing, ("blocks.0.up.weight and blocks.1.down.weight",)),
         (buffer_over_parameter, ("head.weight and row",)),
         (renormalised, ("0.weight", "max_norm")),
+        (wide, ("head.weight is of float64", ".float()")),
         (lazy, ("1.weight has no shape yet",)),
         (nothing_to_train, ("nothing to train",)),
         (everything_frozen_later, ("nothing to train",)),

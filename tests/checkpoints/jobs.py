@@ -134,7 +134,8 @@ class Trainer:
             result = self.engine.step()
             self.schedule.step()
             self.micro = 0
-            self.trace.append((result.loss, result.grad_norm, lr))
+            norm = -1.0 if result.skipped else result.grad_norm  # NaN is not equal to itself
+            self.trace.append((result.loss, norm, lr, result.loss_scale))
 
     def train(self, micro_steps: int) -> list[tuple[float, ...]]:
         for _ in range(micro_steps):

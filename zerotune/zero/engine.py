@@ -161,6 +161,7 @@ class ZeroEngine(CheckpointMixin):
         )
         if not self.shards.trainable:
             raise UsageError("the model has nothing to train: no parameter requires a gradient")
+        self._say_what_persists()
         self._gatherer = Gatherer(
             self.shards, self.group.size, self._comm, self._pool, self.ledger, self._dtype
         )
@@ -477,6 +478,17 @@ class ZeroEngine(CheckpointMixin):
             self._comm.broadcast(flat, "setup")
             for value, agreed in zip(bucket, flat.split([v.numel() for v in bucket]), strict=True):
                 value.copy_(agreed.view(value.shape))
+
+    def _say_what_persists(self) -> None:
+        if self.knobs.stage == 3 and self.group.rank == 0:
+            kept = self.shards.persistent
+            logger.info(
+                "%d of %d parameters persist: %d elements, %d bytes on every rank",
+                len(kept),
+                len(self.shards.params),
+                sum(param.numel for param in kept),
+                sum(param.full_bytes for param in kept),
+            )
 
     @contextmanager
     def _first_values(self, param: nn.Parameter) -> Iterator[torch.Tensor]:

@@ -28,6 +28,11 @@ def _refuse(module: nn.Module, device: torch.device) -> None:
             raise UsageError(f"{name} has no shape yet", "run one forward pass before the engine is built")
         if not param.is_floating_point():
             raise UsageError(f"{name} is of {param.dtype}; only floating-point parameters can be partitioned")
+        if param.dtype is torch.float64:
+            raise UsageError(
+                f"{name} is of float64, and the engine's masters are fp32: it would train less exactly than it says",
+                "cast the model with .float() first",
+            )
         if param.device.type != device.type:
             raise UsageError(f"{name} is on {param.device}, the engine on {device}", "move the model first")
         if param.layout is not torch.strided:
