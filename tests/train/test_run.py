@@ -327,7 +327,8 @@ def test_memory_is_flat_over_runs(plain):
         sizes.append(bytes_in_use(CPU))
         tensors.append(sum(isinstance(item, torch.Tensor) for item in gc.get_objects()))
     assert tensors[-1] <= tensors[1], tensors
-    assert sizes[-1] - sizes[1] < 8 * 2**20, sizes
+    # What is read once moves by the profiler's buffers; what leaks stays.
+    assert min(sizes[3:]) - min(sizes[1:3]) < 8 * 2**20, sizes
 
 
 def test_sent_elements():

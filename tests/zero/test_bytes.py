@@ -145,14 +145,21 @@ def test_storages_are_really_freed(prefetch: int, release: str) -> None:
     run_on_ranks(2, storages_during_a_step, prefetch, release)
 
 
-def states_at_rest(rank: int, size: int, stage: int, precision: str) -> dict[str, int]:
+def states(rank: int, size: int, stage: int, precision: str) -> dict[str, int]:
+    """Bytes by class between backward and step; of gradients at rest, too."""
     engine = _engine("gpt", {"stage": stage, "param_persistence_threshold": 0}, "adamw", precision)
     _step(engine, rank, size, 0)
+    engine.flush()
+    at_rest = engine.at_rest()[ByteClass.GRADIENT]
+    ((x, y),) = micro_batches(rank, size, 1, 1)
+    engine.backward(mean_loss(engine(x), y))
     engine.flush()
     answer = {k.value: v for k, v in engine.at_rest().items()} | {
         "padded": engine.layout.total_padded,
         "params": len(engine.shards.params),
+        "gradient at rest": at_rest,
     }
+    engine.step()
     engine.close()
     return answer
 
@@ -160,11 +167,11 @@ def states_at_rest(rank: int, size: int, stage: int, precision: str) -> dict[str
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stage_3_divides_every_state_by_the_ranks(ranks: int, precision: str) -> None:
-    for answer in run_on_ranks(ranks, states_at_rest, 3, precision):
+    for answer in run_on_ranks(ranks, states, 3, precision):
         share = answer["padded"] // ranks
         step_counters = 4 * answer["params"]
         assert answer["shard"] == share * (4 if precision == "fp32" else 2)
-        assert answer["gradient"] == share * 4
+        assert answer["gradient"] == share * 4 and answer["gradient at rest"] == 0
         masters = 0 if precision == "fp32" else 4
         assert answer["optimizer"] == share * (8 + masters) + step_counters
         assert answer["full"] == answer["pooled"] == 0
@@ -172,7 +179,7 @@ def test_stage_3_divides_every_state_by_the_ranks(ranks: int, precision: str) ->
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_stage_0_replicates_every_state(ranks: int) -> None:
-    for answer in run_on_ranks(ranks, states_at_rest, 0, "fp32"):
+    for answer in run_on_ranks(ranks, states, 0, "fp32"):
         assert answer["full"] == answer["gradient"] == 4 * answer["padded"]
         assert answer["optimizer"] == 8 * answer["padded"] + 4 * answer["params"]
         assert answer["shard"] == 0

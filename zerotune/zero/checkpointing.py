@@ -208,7 +208,7 @@ class CheckpointMixin:
         self._begin_window()
         held, kept = set(mine.held if mine else ()), set(summed)
         if kept:
-            self.shards.materialize_grads()
+            self.shards.make_all_grads()
         for param in self.shards.params:
             full = param.param
             full.grad = torch.zeros_like(full, dtype=full.grad_dtype) if param.name in held else None

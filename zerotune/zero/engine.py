@@ -156,7 +156,7 @@ class ZeroEngine(CheckpointMixin):
             self.group.device,
             self.ledger,
             self.dtypes.gradient,
-            holds_grads=not self._accumulates_locally,
+            sums_full_grads=self._accumulates_locally,
             values=self._first_values,
         )
         if not self.shards.trainable:
@@ -237,8 +237,6 @@ class ZeroEngine(CheckpointMixin):
         self._loss_sum += loss.detach().to(torch.float64) * weight
         if not same_items:
             self._weight_sum += weight
-        if not self._accumulates_locally:
-            self.shards.materialize_grads()
         with self._clean_on_error(in_backward=True):
             self._executor.begin_backward(self.module)
             self._watcher.begin_backward()
@@ -265,7 +263,6 @@ class ZeroEngine(CheckpointMixin):
         if self._executor.window_position == 0:
             raise RunFailed("step() without a backward pass before it")
         if self._accumulates_locally:
-            self.shards.materialize_grads()
             self._executor.reduce_accumulated()
             self._count_full_gradients()
         self._reducer.drain()
@@ -514,7 +511,7 @@ class ZeroEngine(CheckpointMixin):
             return
         self._managed.accept()
         self._reducer.drain()
-        self.shards.allocate_grads()
+        self.shards.note_trainable()
         if not self.shards.trainable:
             raise UsageError("the model has nothing to train: no parameter requires a gradient any more")
         self._frozen_homes.update(regroup(self.optimizer, self.shards.params, self._frozen_homes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 
@@ -11,6 +11,11 @@ from zerotune.records import ByteClass
 
 MAX_FREE_PER_SIZE = 2
 """Idle buffers kept of one size: with one being filled and one in flight, more are never idle at once for long."""
+
+
+RARE = 3
+"""A size that is taken less than a third as often as the commonest is not kept: the buffer of the one embedding would
+lie idle for all of a step, and its memory is most missed where activations are most."""
 
 
 class BufferPool:
@@ -27,10 +32,12 @@ class BufferPool:
     def __init__(self, device: torch.device, ledger: LedgerKeeper) -> None:
         self._device = device
         self._ledger = ledger
+        self._taken: Counter[tuple[int, torch.dtype]] = Counter()
         self._idle: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of exactly ``numel`` elements (1D); its contents are arbitrary."""
+        self._taken[numel, dtype] += 1
         idle = self._idle.get((numel, dtype))
         if idle:
             buffer = idle.pop()
@@ -39,14 +46,18 @@ class BufferPool:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Give a buffer back; beyond a small number per size it is freed."""
-        idle = self._idle[buffer.numel(), buffer.dtype]
+        """Give a buffer back; if its size is rare, or enough of it are idle, it is freed."""
+        key = (buffer.numel(), buffer.dtype)
+        if self._taken[key] * RARE < max(self._taken.values(), default=0):
+            return
+        idle = self._idle[key]
         if len(idle) < MAX_FREE_PER_SIZE:
             idle.append(buffer)
             self._ledger.add(ByteClass.POOLED, buffer.nbytes)
 
     def flush(self) -> None:
-        """Free all idle buffers."""
+        """Free all idle buffers, and forget what was common."""
+        self._taken.clear()
         for idle in self._idle.values():
             for buffer in idle:
                 self._ledger.add(ByteClass.POOLED, -buffer.nbytes)

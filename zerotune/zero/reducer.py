@@ -191,6 +191,8 @@ class Reducer:
 
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()
+        for unit in dict.fromkeys(param.ref.unit for param in reduction.members):
+            self._shards.make_grads(unit)
         width = reduction.summed.numel()
         if reduction.received is not reduction.summed:
             _sum_rows(reduction.summed, reduction.received.view(self._ranks, width))

@@ -112,8 +112,8 @@ class ShardStore:
         device: Device of everything.
         ledger: Counts the bytes.
         grad_dtype: Dtype in which gradients are kept.
-        holds_grads: Whether the shards' gradients, once there are any, are held. Otherwise full gradients are, and the
-            shards' exist between :meth:`materialize_grads` and :meth:`forget_grads`.
+        sums_full_grads: Whether micro-batches are summed in the full gradients of every rank, and only the window's
+            sum is reduced.
         values: Makes the context in which a parameter has its first values, in its shape; asked once for each, in
             the order of units, and left before the next.
     """
@@ -128,7 +128,7 @@ class ShardStore:
         device: torch.device,
         ledger: LedgerKeeper,
         grad_dtype: torch.dtype = torch.float32,
-        holds_grads: bool = True,
+        sums_full_grads: bool = False,
         values: Callable[[nn.Parameter], AbstractContextManager[torch.Tensor]] = values_of,
     ) -> None:
         self._layout = layout
@@ -138,7 +138,7 @@ class ShardStore:
         self._device = device
         self._ledger = ledger
         self._grad_dtype = grad_dtype
-        self._holds_grads = holds_grads
+        self._sums_full_grads = sums_full_grads
         self._values = values
         self.units: list[ShardedUnit] = []
         for index, unit in enumerate(units):
@@ -168,8 +168,8 @@ class ShardStore:
             self.units.append(ShardedUnit(layout.units[index].name, params, flat))
         self.params = [p for unit in self.units for p in unit.params]
         self.persistent = [p for p in self.params if p.persistent]
-        self.flat_grads: list[torch.Tensor] = []
-        self.allocate_grads()
+        self._flat_grads: dict[int, torch.Tensor] = {}
+        self.note_trainable()
 
     def __getitem__(self, ref: ParamRef) -> ShardedParam:
         return self.units[ref.unit].params[ref.index]
@@ -187,44 +187,49 @@ class ShardStore:
             targets = [p.rows.view(-1) if self._stage == 0 else p.shard for p in self.params]
             torch._foreach_copy_(targets, [p.master.detach() for p in self.params])
 
-    def allocate_grads(self) -> None:
+    def note_trainable(self) -> None:
         """Gradients are those of the parameters that require one now.
 
         Between two accumulation windows only: what was summed is lost.
         """
-        self._free_grads()
+        self.forget_grads()
         for param in self.params:
             param.trains = param.param.requires_grad
             # Full gradients that are summed over micro-batches have the dtype that gradients are kept in.
-            param.param.grad_dtype = self._dtype if self._holds_grads else self._grad_dtype
+            param.param.grad_dtype = self._grad_dtype if self._sums_full_grads else self._dtype
 
     def forget_grads(self) -> None:
-        """The step is over: nothing is summed any more."""
-        for param in self.params:
-            param.has_grad = False
-        if not self._holds_grads:
-            self._free_grads()
+        """The step is over: nothing is summed any more, and gradients take no memory until the next reduction lands.
 
-    def _free_grads(self) -> None:
-        self._ledger.add(ByteClass.GRADIENT, -sum(flat.nbytes for flat in self.flat_grads))
-        self.flat_grads = []
+        Where activations are most, at the beginning of backward, there are none.
+        """
+        self._ledger.add(ByteClass.GRADIENT, -sum(flat.nbytes for flat in self._flat_grads.values()))
+        self._flat_grads.clear()
         for param in self.params:
             param.grad = None
             param.has_grad = False
 
-    def materialize_grads(self) -> None:
-        """One flat gradient buffer per unit, and views per parameter, where there are none yet."""
-        if self.flat_grads:
+    @property
+    def flat_grads(self) -> list[torch.Tensor]:
+        """Gradients of the units that have any, in the order of units, one buffer each."""
+        return [self._flat_grads[index] for index in sorted(self._flat_grads)]
+
+    def make_grads(self, index: int) -> None:
+        """One flat gradient buffer for a unit, zeros, and views of it per parameter, unless it is there."""
+        if index in self._flat_grads:
             return
-        for unit in self.units:
-            trainable = [p for p in unit.params if p.trains]
-            flat = self._zeros(sum(p.master.numel() for p in trainable), self._grad_dtype, ByteClass.GRADIENT)
-            for param, piece in zip(
-                trainable, flat.split([p.master.numel() for p in trainable]), strict=True
-            ):
+        trainable = [p for p in self.units[index].params if p.trains]
+        sizes = [p.master.numel() for p in trainable]
+        if sum(sizes):
+            flat = self._zeros(sum(sizes), self._grad_dtype, ByteClass.GRADIENT)
+            for param, piece in zip(trainable, flat.split(sizes), strict=True):
                 param.grad = piece
-            if flat.numel():
-                self.flat_grads.append(flat)
+            self._flat_grads[index] = flat
+
+    def make_all_grads(self) -> None:
+        """Gradient buffers for every unit."""
+        for index in range(len(self.units)):
+            self.make_grads(index)
 
     @contextmanager
     def update_grads(self, factor: float) -> Iterator[list[torch.Tensor]]:
@@ -232,6 +237,7 @@ class ShardStore:
 
         Those that are kept in fp32 are scaled in place; of others there is a copy inside the context.
         """
+        self.make_all_grads()
         if self._grad_dtype is torch.float32:
             if factor != 1.0:
                 torch._foreach_mul_(self.flat_grads, factor)
@@ -256,7 +262,7 @@ class ShardStore:
         self.params.clear()
         self.units.clear()
         self.persistent.clear()
-        self.flat_grads.clear()
+        self._flat_grads.clear()
 
     # ------------------------------------------------------------------------------------------------ set-up
 
