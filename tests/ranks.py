@@ -165,6 +165,12 @@ def run_on_ranks(
     return _POOLS[size].run(function, *args, limit=limit)
 
 
+def end_pool(size: int) -> None:
+    """End the session's pool of that size, after tasks that leave something behind in its processes."""
+    if size in _POOLS:
+        _POOLS[size].close()
+
+
 @atexit.register
 def _close_all() -> None:
     for pool in list(_POOLS.values()):

@@ -25,6 +25,7 @@ COMMANDS = {
     "init": "Write a short, commented model.yaml.",
     "search": "Measure configurations on the cluster and rank them.",
     "launch": "Train with the best configuration known.",
+    "bench": "Measure engines in turns: ours, DDP, FSDP2, DeepSpeed.",
     "results": "Show the ranked runs, any time later.",
     "show": "Show one run in full.",
     "compare": "Compare two runs, and say whether they differ by more than noise.",

@@ -21,6 +21,7 @@ class RunKind(StrEnum):
     TRIAL = "trial"
     CONFIRMATION = "confirmation"
     LAUNCH = "launch"
+    BENCH = "bench"
 
 
 def now() -> datetime:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from zerotune.cluster.faults import GroupFailed
 from zerotune.cluster.messages import Limits
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zerotune.cluster import Cluster, WorkerGroup
 
 OnProgress = Callable[[Progress], None]
+T = TypeVar("T")
 
 
 class Workers(Protocol):
@@ -57,11 +58,23 @@ class RayWorkers:
     def run(self, spec: RunSpec, limits: Limits, on_progress: OnProgress) -> list[RankReport]:
         from zerotune.train.run import run
 
+        return self.call(run, spec, spec.run_dir, limits, on_progress)
+
+    def call(
+        self,
+        function: Callable[[Any, Any], T],
+        argument: Any,
+        run_dir: str,
+        limits: Limits,
+        on_progress: OnProgress,
+    ) -> list[T]:
+        """Call ``function(context, argument)`` on every rank; otherwise as :meth:`Workers.run`."""
+
         def on_rank(rank: int, progress: Progress) -> None:
             if rank == 0:
                 on_progress(progress)
 
-        return self._ready().run(run, spec, run_dir=spec.run_dir, limits=limits, on_progress=on_rank)
+        return self._ready().run(function, argument, run_dir=run_dir, limits=limits, on_progress=on_rank)
 
     def _ready(self) -> WorkerGroup:
         """A group whose ranks are up; a start that goes wrong is tried once more.

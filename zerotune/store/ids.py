@@ -6,7 +6,7 @@ import secrets
 
 from zerotune.records import RunKind
 
-_LETTERS = {RunKind.TRIAL: "t", RunKind.CONFIRMATION: "c", RunKind.LAUNCH: "l"}
+_LETTERS = {RunKind.TRIAL: "t", RunKind.CONFIRMATION: "c", RunKind.LAUNCH: "l", RunKind.BENCH: "b"}
 
 
 def new_run_id(kind: RunKind) -> str:

@@ -1,0 +1,109 @@
+"""``zerotune bench`` for real, over a shaped link between two hosts of this machine; and what is wrong with its options."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerotune.cli.main import run
+from zerotune.cluster.shaped_link import bits_per_second
+from zerotune.config.errors import UsageError
+
+MODEL = """
+model:
+  gpt: {layers: 2, d_model: 32, heads: 2, sequence_length: 16}
+data: {synthetic: {}}
+train: {global_batch_size: 8}
+"""
+
+
+def can_make_namespaces() -> bool:
+    if shutil.which("ip") is None or shutil.which("tc") is None or len(os.sched_getaffinity(0)) < 2:
+        return False
+    name = f"zttest{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return made
+
+
+@pytest.mark.skipif(not can_make_namespaces(), reason="no right to make network namespaces")
+def test_engines_in_turns_over_a_link(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(MODEL)
+    done = subprocess.run(
+        [
+            *(
+                sys.executable,
+                "-m",
+                "zerotune",
+                "bench",
+                "--link",
+                "500mbit",
+                "--rounds",
+                "2",
+                "--steps",
+                "1",
+            ),
+            *("--engines", "ddp,zerotune,zerotune:keep,fsdp2", "--variant", "keep=zero.release=keep"),
+            *("--plot", "plot.html", "--json"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert list(document["engines"]) == ["zerotune", "zerotune:keep", "ddp", "fsdp2", "compute"]
+    engines = document["engines"]
+    for name in ("zerotune", "zerotune:keep", "ddp", "fsdp2"):
+        assert engines[name]["final_loss"] == pytest.approx(engines["zerotune"]["final_loss"], abs=1e-5)
+        assert engines[name]["peak_memory_bytes"] > 0 and len(engines[name]["round_times_s"]) == 2
+        assert document["ratios"][f"{name}/limit"]["median"] > 0
+    assert document["ratios"].keys() >= {"zerotune/zerotune:keep", "zerotune/ddp", "zerotune/fsdp2"}
+    parameters = document["parameters"]
+    assert engines["ddp"]["sent_bytes"] == 4 * 2 * parameters / 2
+    assert engines["fsdp2"]["sent_bytes"] == 4 * 3 * parameters / 2
+    assert engines["zerotune:keep"]["sent_bytes"] == pytest.approx(4 * 2 * parameters / 2, rel=0.2)
+    assert document["ranks"] == 2 and document["backend"] == "gloo"
+    assert "zerotune:keep" in (tmp_path / "plot.html").read_text()
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    assert f"zt{os.getpid()}" not in left
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--engines", "ddp"), "--engines has no zerotune in it"),
+        (("--engines", "zerotune,zerotune:best"), "--variant best=best.yaml"),
+        (("--variant", "best"), "--variant best is not NAME=FILE"),
+        (("--link", "fast"), "write it as 2gbit or 500mbit"),
+        (("--engines", "zerotune,dpp"), "there is no engine dpp"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.yaml").write_text(MODEL)
+    assert run(("bench", *options)) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_rates() -> None:
+    assert bits_per_second("2gbit") == 2e9
+    assert bits_per_second(" 500Mbit") == 5e8
+    for wrong in ("2", "gbit", "-1gbit", "0mbit"):
+        with pytest.raises(UsageError):
+            bits_per_second(wrong)

@@ -1,0 +1,66 @@
+"""What a benchmark of engines in turns found."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from zerotune.records.base import Record
+from zerotune.records.measurement import Interval, MemoryUse
+
+
+class EngineFigures(Record):
+    """One engine among those that were measured in turns.
+
+    Attributes:
+        name: ``zerotune``, ``zerotune:VARIANT``, a peer's, or ``compute``: the same step without communication, every
+            rank at once, with its share of the optimizer.
+        step_time_s: Median over rounds, on the slowest rank, with its interval.
+        round_times_s: Seconds per step of each round.
+        memory: Of every rank; empty for ``compute``.
+        final_loss: Loss of the last step, the mean over ranks.
+        sent_bytes: Bytes that one rank sends in a step: counted for ``zerotune``, by the documentation for peers.
+        limit_s: No step can take less: the larger of ``compute`` and the bytes at the measured rate of the link.
+    """
+
+    name: str
+    step_time_s: Interval
+    round_times_s: list[float]
+    memory: list[MemoryUse] = Field(default_factory=list)
+    final_loss: float
+    sent_bytes: float = 0.0
+    limit_s: float | None = None
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Largest allocator's peak over ranks."""
+        return max((use.peak for use in self.memory), default=None)
+
+
+class BenchReport(Record):
+    """Engines in turns within one run, the same on every rank.
+
+    Attributes:
+        backend: ``gloo`` or ``nccl``.
+        device: Device model, for the label.
+        ranks: Number of ranks.
+        parameters: Elements of the model.
+        link_bytes_per_s: What one rank could send, measured by large gathers before and after.
+        engines: In the order in which they were asked for.
+        ratios: Step time of ``zerotune`` over that of an engine, ``zerotune/NAME``, and of an engine over its limit,
+            ``NAME/limit``: the geometric mean of the rounds' ratios with its 95 % interval.
+        rounds: How many times each was measured.
+        steps_per_round: Steps of one measurement.
+    """
+
+    backend: str
+    device: str
+    ranks: int
+    parameters: int
+    link_bytes_per_s: float | None
+    engines: list[EngineFigures]
+    ratios: dict[str, Interval]
+    rounds: int
+    steps_per_round: int
+
+    def engine(self, name: str) -> EngineFigures:
+        return next(figures for figures in self.engines if figures.name == name)
