@@ -29,6 +29,7 @@ COMMANDS = {
     "results": "Show the ranked runs, any time later.",
     "show": "Show one run in full.",
     "compare": "Compare two runs, and say whether they differ by more than noise.",
+    "explain": "Say why a run takes its time and memory, and which knob would change it.",
     "export": "Write the configuration of a run, ready for use elsewhere.",
     "knobs": "Explain what can be tuned.",
     "spaces": "List the search spaces, or what is in one.",

@@ -1,0 +1,342 @@
+"""Why a step takes the time and the memory that it does: questions and answers, from its ledgers alone.
+
+Exposed is what a collective was waited for; hidden is the time between its issue and that wait, in which it ran beside
+compute (or was long done). Findings name what stands out, worst first, and the knob that would change it; a healthy
+step has none.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+from zerotune.records import ByteClass, CollectiveEntry, Ledger
+from zerotune.records.base import Record
+
+EXPOSED_SHARE = 0.15
+"""Share of a step that may stand still for one purpose before it is a finding."""
+
+UNEVEN = 0.15
+"""By how much of the step a rank may be waited for before it is called slow."""
+
+HUGE_SHARE = 0.5
+"""Share of all gathered elements in one unit that makes it a finding."""
+
+IDLE_SHARE = 0.25
+"""Share of the step's byte-seconds of full parameters that may lie between last use and release."""
+
+_TITLES = {
+    "forward": "AllGather in forward",
+    "backward": "AllGather in backward",
+    "access": "AllGather on access",
+    "gradient": "ReduceScatter",
+    "refresh": "persistent refresh",
+}
+
+
+class Flow(Record):
+    """All collectives of one purpose in one step, on the rank where they were exposed most.
+
+    Attributes:
+        title: In words.
+        purpose: As the ledger has it.
+        count: How many.
+        sent_bytes: What a rank sent.
+        exposed_s: What the step stood still for.
+        hidden_s: What ran beside compute.
+        longest: The collectives that were waited for longest: units and seconds.
+    """
+
+    title: str
+    purpose: str
+    count: int
+    sent_bytes: int
+    exposed_s: float
+    hidden_s: float
+    longest: list[tuple[str, float]]
+
+
+class Held(Record):
+    """How long a unit's full parameters were there, and for how long of that nobody used them any more.
+
+    Attributes:
+        unit: Its name.
+        live_s: From landing to release, over the step.
+        idle_s: From last use to release.
+        idle_byte_s: The same, times its bytes.
+    """
+
+    unit: str
+    live_s: float
+    idle_s: float
+    idle_byte_s: float
+
+
+class Finding(Record):
+    """Something that stands out.
+
+    Attributes:
+        cost_s: Seconds of the step that it is about, to order findings by.
+        text: What, with figures.
+        remedy: The knob that would change it.
+    """
+
+    cost_s: float
+    text: str
+    remedy: str
+
+
+class Explanation(Record):
+    """The answers.
+
+    Attributes:
+        ranks: Number of ledgers.
+        step_s: From the ledger's beginning to the last thing in it, on the slowest rank.
+        at_rest: Bytes by class at rest, of every rank.
+        peak_bytes: Largest sum over classes, on the rank where it is largest.
+        at_peak: Bytes by class then.
+        live_at_peak: Units that were full or in flight then.
+        flows: By purpose.
+        held: By unit, those with most idle byte-seconds first.
+        gradient_peak: Largest bytes of gradients beside those at the end of backward.
+        findings: Worst first.
+    """
+
+    ranks: int
+    step_s: float
+    at_rest: list[dict[ByteClass, int]]
+    peak_bytes: int
+    at_peak: dict[ByteClass, int]
+    live_at_peak: list[str]
+    flows: list[Flow]
+    held: list[Held]
+    gradient_peak: int
+    findings: list[Finding]
+
+
+def explain(ledgers: Sequence[Ledger]) -> Explanation | None:
+    """Explain the step that these ledgers, one per rank, recorded; ``None`` if there are none."""
+    if not ledgers:
+        return None
+    steps = [_end(ledger) for ledger in ledgers]
+    peaks = [_peak(ledger) for ledger in ledgers]
+    worst = max(range(len(ledgers)), key=lambda rank: peaks[rank][0])
+    peak_bytes, at_peak, when = peaks[worst]
+    flows = _flows(ledgers)
+    held = _held(ledgers[worst])
+    step_s = max(steps)
+    return Explanation(
+        ranks=len(ledgers),
+        step_s=step_s,
+        at_rest=[ledger.at_rest for ledger in ledgers],
+        peak_bytes=peak_bytes,
+        at_peak=at_peak,
+        live_at_peak=_live_at(ledgers[worst], when),
+        flows=flows,
+        held=held,
+        gradient_peak=max(ledger.peak.get(ByteClass.GRADIENT, 0) for ledger in ledgers),
+        findings=sorted(
+            _findings(ledgers, step_s, flows, held), key=lambda finding: finding.cost_s, reverse=True
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ time and memory
+
+
+def _end(ledger: Ledger) -> float:
+    times = [entry.done_s for entry in ledger.collectives] + [use.end_s for use in ledger.uses]
+    return max([*times, *(sample.time_s for sample in ledger.samples[-1:])], default=0.0)
+
+
+def _peak(ledger: Ledger) -> tuple[int, dict[ByteClass, int], float]:
+    """Largest sum over classes, the classes then, and when."""
+    now = dict(ledger.at_rest)
+    best, classes, when = sum(now.values()), dict(now), 0.0
+    for sample in ledger.samples:
+        now[sample.byte_class] = sample.bytes
+        total = sum(now.values())
+        if total > best:
+            best, classes, when = total, dict(now), sample.time_s
+    return best, classes, when
+
+
+def _gathers(ledger: Ledger) -> list[CollectiveEntry]:
+    return [e for e in ledger.collectives if e.purpose in ("forward", "backward", "access")]
+
+
+def _lives(ledger: Ledger) -> dict[str, list[tuple[float, float, float]]]:
+    """For each unit its lives: when its gather was issued, when it had landed, when it was released."""
+    releases: dict[str, list[float]] = defaultdict(list)
+    for release in ledger.releases:
+        releases[release.unit].append(release.time_s)
+    lives: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    end = _end(ledger)
+    for entry in _gathers(ledger):
+        for unit in entry.units:
+            released = next((t for t in releases[unit] if t >= entry.done_s), end)
+            lives[unit].append((entry.issued_s, entry.done_s, released))
+    return lives
+
+
+def _live_at(ledger: Ledger, when: float) -> list[str]:
+    return [unit for unit, lives in _lives(ledger).items() if any(b <= when < e for b, _, e in lives)]
+
+
+def _flows(ledgers: Sequence[Ledger]) -> list[Flow]:
+    purposes = dict.fromkeys(entry.purpose for ledger in ledgers for entry in ledger.collectives)
+    return [
+        max((_flow(ledger, purpose) for ledger in ledgers), key=lambda flow: flow.exposed_s)
+        for purpose in purposes
+    ]
+
+
+def _flow(ledger: Ledger, purpose: str) -> Flow:
+    entries = [entry for entry in ledger.collectives if entry.purpose == purpose]
+    longest = sorted(entries, key=_exposed, reverse=True)[:3]
+    return Flow(
+        title=_TITLES.get(purpose, purpose),
+        purpose=purpose,
+        count=len(entries),
+        sent_bytes=sum(entry.sent_bytes for entry in entries),
+        exposed_s=sum(map(_exposed, entries)),
+        hidden_s=sum(max(0.0, entry.waited_s - entry.issued_s) for entry in entries),
+        longest=[(", ".join(entry.units[:3]), _exposed(entry)) for entry in longest],
+    )
+
+
+def _exposed(entry: CollectiveEntry) -> float:
+    return max(0.0, entry.done_s - entry.waited_s)
+
+
+def _held(ledger: Ledger) -> list[Held]:
+    """Per unit, with the uses of its own scope; a unit whose scope has none was used by another's."""
+    sizes = {unit: 0 for entry in _gathers(ledger) for unit in entry.units}
+    for entry in _gathers(ledger):
+        if len(entry.units) == 1:
+            sizes[entry.units[0]] = 4 * entry.elements
+    ends: dict[str, list[float]] = defaultdict(list)
+    for use in ledger.uses:
+        ends[use.scope].append(use.end_s)
+    held = []
+    for unit, lives in _lives(ledger).items():
+        idle = 0.0
+        for _, landed, released in lives:
+            last = max((t for t in ends[unit] if landed <= t <= released), default=None)
+            idle += 0.0 if last is None else released - last
+        held.append(
+            Held(
+                unit=unit,
+                live_s=sum(released - landed for _, landed, released in lives),
+                idle_s=idle,
+                idle_byte_s=idle * sizes[unit],
+            )
+        )
+    return sorted(held, key=lambda each: each.idle_byte_s, reverse=True)
+
+
+# ------------------------------------------------------------------------------------------------------- findings
+
+
+def _findings(ledgers: Sequence[Ledger], step_s: float, flows: list[Flow], held: list[Held]) -> list[Finding]:
+    found = [_slow_rank(ledgers, step_s)]
+    if found[0] is None:  # otherwise what is waited for is that rank, whatever the collective
+        found += [_exposed_gathers(flows, step_s), _exposed_reductions(ledgers, flows, step_s)]
+    found += [_kept_too_long(held, step_s), _huge_unit(ledgers, step_s)]
+    return [finding for finding in found if finding is not None]
+
+
+def _slow_rank(ledgers: Sequence[Ledger], step_s: float) -> Finding | None:
+    """Everybody waits for the slow rank, which itself hardly waits."""
+    if len(ledgers) < 2:
+        return None
+    waits = [sum(map(_exposed, ledger.collectives)) for ledger in ledgers]
+    slow = min(range(len(ledgers)), key=waits.__getitem__)
+    others = statistics.median(wait for rank, wait in enumerate(waits) if rank != slow)
+    gap = others - waits[slow]
+    if gap < UNEVEN * step_s or others < 2 * waits[slow]:
+        return None
+    return Finding(
+        cost_s=gap,
+        text=(
+            f"rank {ledgers[slow].rank} is slow: the others wait {others * 1e3:.0f} ms a step in collectives, "
+            f"it waits {waits[slow] * 1e3:.0f} ms"
+        ),
+        remedy="look at that rank's node: other work on it, a slower device, throttling, or more data than the others",
+    )
+
+
+def _exposed_gathers(flows: list[Flow], step_s: float) -> Finding | None:
+    gathers = [flow for flow in flows if flow.purpose in ("forward", "backward")]
+    exposed, hidden = sum(f.exposed_s for f in gathers), sum(f.hidden_s for f in gathers)
+    if exposed < EXPOSED_SHARE * step_s:
+        return None
+    unit, seconds = max((u for f in gathers for u in f.longest), key=lambda pair: pair[1])
+    if hidden < 0.1 * exposed:
+        return Finding(
+            cost_s=exposed,
+            text=f"gathers are not hidden at all: {exposed * 1e3:.0f} ms of {step_s * 1e3:.0f} ms are waited for, longest "
+            f"for {unit} ({seconds * 1e3:.0f} ms)",
+            remedy="raise prefetch_distance, and leave overlap_comm on",
+        )
+    return Finding(
+        cost_s=exposed,
+        text=f"gathers are exposed for {exposed * 1e3:.0f} ms of {step_s * 1e3:.0f} ms, longest for {unit} "
+        f"({seconds * 1e3:.0f} ms)",
+        remedy="raise prefetch_distance, or release: keep if memory allows; if the link is full, gather less",
+    )
+
+
+def _exposed_reductions(ledgers: Sequence[Ledger], flows: list[Flow], step_s: float) -> Finding | None:
+    flow = next((flow for flow in flows if flow.purpose == "gradient"), None)
+    if flow is None or flow.exposed_s < EXPOSED_SHARE * step_s:
+        return None
+    backward = [use for use in ledgers[0].uses if use.phase == "backward"]
+    first = min((e.issued_s for e in ledgers[0].collectives if e.purpose == "gradient"), default=0.0)
+    end = max((use.end_s for use in backward), default=0.0)
+    begin = min((use.begin_s for use in backward), default=0.0)
+    if first > begin + 0.8 * (end - begin):
+        return Finding(
+            cost_s=flow.exposed_s,
+            text=f"gradients are reduced at the very end: the first reduction is issued {(first - begin) * 1e3:.0f} ms into "
+            f"a backward of {(end - begin) * 1e3:.0f} ms, {flow.exposed_s * 1e3:.0f} ms are waited for",
+            remedy="lower reduce_bucket_size, or accumulate: reduce",
+        )
+    return Finding(
+        cost_s=flow.exposed_s,
+        text=f"reductions are exposed for {flow.exposed_s * 1e3:.0f} ms of {step_s * 1e3:.0f} ms",
+        remedy="lower reduce_bucket_size, and leave overlap_comm on; with accumulation, accumulate: local reduces once",
+    )
+
+
+def _kept_too_long(held: list[Held], step_s: float) -> Finding | None:
+    idle, live = sum(h.idle_s for h in held), sum(h.live_s for h in held)
+    if not held or live == 0 or idle < IDLE_SHARE * live:
+        return None
+    worst = held[0]
+    return Finding(
+        cost_s=idle / len(held),
+        text=f"full parameters lie idle: of the time that units are full, {idle / live:.0%} come after their last use, most "
+        f"with {worst.unit} ({worst.idle_s * 1e3:.0f} ms)",
+        remedy="release: after_use, or a smaller max_reuse_distance",
+    )
+
+
+def _huge_unit(ledgers: Sequence[Ledger], step_s: float) -> Finding | None:
+    sizes: dict[str, int] = {}
+    for entry in _gathers(ledgers[0]):
+        if len(entry.units) == 1:
+            sizes[entry.units[0]] = max(sizes.get(entry.units[0], 0), entry.elements)
+    total = sum(sizes.values())
+    if len(sizes) < 3 or total == 0:
+        return None
+    unit, size = max(sizes.items(), key=lambda pair: pair[1])
+    if size < HUGE_SHARE * total:
+        return None
+    waited = max((_exposed(e) for e in _gathers(ledgers[0]) if unit in e.units), default=0.0)
+    return Finding(
+        cost_s=waited,
+        text=f"one unit is huge: {unit} has {size:,} of {total:,} gathered elements",
+        remedy="set unit_size to cut it, or split the module",
+    )
