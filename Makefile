@@ -37,7 +37,7 @@ faults: $(READY)
 
 # Every three knobs crossed, held against the plain process; `make test` has every two.
 matrix: $(READY)
-	$(BIN)/python -m pytest -s -m matrix tests/cases tests/zero
+	$(BIN)/python -m pytest -s -m matrix tests/cases tests/zero tests/peers
 
 # Random modules under random knobs; `make test` has a fixed set of them, this takes FUZZ_EXAMPLES new ones (500).
 fuzz: $(READY)

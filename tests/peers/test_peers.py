@@ -49,7 +49,11 @@ def train_peer(rank: int, size: int, name: str, accumulation: int, clip: float |
     return losses, state, held
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(
+    "name",
+    # DeepSpeed compiles an extension at its first use, which takes a minute: with make matrix.
+    [pytest.param(n, marks=pytest.mark.matrix if n.startswith("deepspeed") else ()) for n in PEERS],
+)
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, 0.5)])
 def test_it_trains_as_the_plain_process(name: str, accumulation: int, clip: float | None) -> None:
     first, second = run_on_ranks(2, train_peer, name, accumulation, clip, limit=LIMIT_S)

@@ -83,16 +83,19 @@ def _launch(
     from zerotune.cli.console import err
     from zerotune.cli.live_launch import launch_view
     from zerotune.records import RunKind
-    from zerotune.runs.choose import choose
+    from zerotune.runs.choose import check_option, choose
     from zerotune.runs.execute import RunRequest
     from zerotune.runs.resume import latest_checkpoint
     from zerotune.runs.session import session
     from zerotune.search.sizes import model_sizes
     from zerotune.store.location import store_url
+    from zerotune.store.store import Store
     from zerotune.train.spec import RunSpec
     from zerotune.train.workload import workload_fingerprint
 
     workload, block = workload_fingerprint(job), model_sizes(job).block
+    with Store.open(store_url(store_option)) as opened:
+        check_option(config, opened)
     with session(job, placement, store_url(store_option), say) as where:
         chosen = choose(config, job, sets, where.store, workload, where.fingerprint, block)
         _say_chosen(chosen)

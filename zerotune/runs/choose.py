@@ -47,6 +47,22 @@ class _Source:
     caveats: tuple[str, ...] = ()
 
 
+def check_option(option: str, store: Store | None) -> None:
+    """Refuse a configuration that does not exist, before a cluster is asked for anything.
+
+    Raises:
+        UsageError: There is no such run or file, or the file is wrong.
+    """
+    if option in (BEST, DEFAULT):
+        return
+    if _is_file(option):
+        load_job(option)
+    elif store is None:
+        raise _no_results(option)
+    else:
+        store.get_run(option)
+
+
 def choose(
     option: str,
     job: JobConfig,
@@ -91,10 +107,10 @@ def _source(
             return replace(own, origin=f"{own.origin}; nothing of this workload was searched yet")
         knobs = _of(best.run.config, f"run {best.run.run_id}, {best.reason}")
         return replace(knobs, caveats=(best.caveat,) if best.caveat else ())
-    if Path(option).suffix in (".yaml", ".yml") or Path(option).is_file():
+    if _is_file(option):
         return _of(load_job(option).job, f"the file {option}")
     if store is None:
-        raise UsageError(f"no run {option!r}: there are no results yet", "run zerotune search")
+        raise _no_results(option)
     run = store.get_run(option)
     caveats = []
     if run.workload.key != workload.key:
@@ -103,6 +119,14 @@ def _source(
         differing = ", ".join(run.cluster.difference(cluster))
         caveats.append(f"run {run.run_id} ran on another cluster ({differing})")
     return replace(_of(run.config, f"run {run.run_id}, as asked for"), caveats=tuple(caveats))
+
+
+def _is_file(option: str) -> bool:
+    return Path(option).suffix in (".yaml", ".yml") or Path(option).is_file()
+
+
+def _no_results(option: str) -> UsageError:
+    return UsageError(f"no run {option!r}: there are no results yet", "run zerotune search")
 
 
 def _of(config: JobConfig, origin: str) -> _Source:
