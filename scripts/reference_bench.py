@@ -31,8 +31,8 @@ ENGINES = (
 )
 
 
-def measure(name: str, link: str | None, rounds: int, sets: list[str]) -> dict[str, Any]:
-    """One benchmark; returns its document."""
+def measure(name: str, link: str | None, rounds: int, sets: list[str], reuse: bool) -> dict[str, Any]:
+    """One benchmark, or what an earlier one left if that is to be reused; returns its document."""
     where = link or "loopback"
     command = [
         *(sys.executable, "-m", "zerotune", "bench", str(ROOT / "examples" / "bench.yaml"), "--json"),
@@ -41,9 +41,13 @@ def measure(name: str, link: str | None, rounds: int, sets: list[str]) -> dict[s
         *(("--link", link) if link else ("--address", "local")),
         *(word for text in sets for word in ("--set", text)),
     ]
+    path = FOLDER / f"{name}-{where}.json"
+    if reuse and path.exists():
+        document: dict[str, Any] = json.loads(path.read_text())
+        return document
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    document: dict[str, Any] = json.loads(done.stdout)
-    (FOLDER / f"{name}-{where}.json").write_text(json.dumps(document, indent=1) + "\n")
+    document = json.loads(done.stdout)
+    path.write_text(json.dumps(document, indent=1) + "\n")
     return document
 
 
@@ -112,9 +116,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--name", default="gpt-10m")
     parser.add_argument("--set", action="append", default=[], dest="sets")
+    parser.add_argument("--reuse", action="store_true", help="measure only what is not there yet")
     options = parser.parse_args()
     documents = {
-        title: measure(options.name, link, options.rounds, options.sets) for title, link in LINKS.items()
+        title: measure(options.name, link, options.rounds, options.sets, options.reuse)
+        for title, link in LINKS.items()
     }
     text = table(options.name, documents)
     (FOLDER / f"{options.name}.md").write_text(text + f"\n![step times]({options.name}.svg)\n")
