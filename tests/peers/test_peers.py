@@ -11,11 +11,11 @@ import torch
 
 from tests.ranks import end_pool, run_on_ranks
 from tests.zero.jobs import Case, largest_difference, make_model, mean_loss, micro_batches, train_plain
-from zerotune.cli.bench import PEER_NAMES
 from zerotune.config.errors import UsageError
 from zerotune.engine.group import RankGroup
-from zerotune.peers import PEERS, PeerSetup, build_peer
+from zerotune.peers import PeerSetup, build_peer
 from zerotune.records import ByteClass
+from zerotune.records.bench import PEERS
 
 STEPS = 4
 LIMIT_S = 120.0
@@ -73,11 +73,6 @@ def test_what_is_at_rest() -> None:
         for kind, share in wanted.items():
             # DDP's buckets, FSDP2's padding of rows, and the optimizer's counters.
             assert held[kind] == pytest.approx(4 * share * numel, rel=0.05, abs=200), (name, kind)
-
-
-def test_the_command_line_knows_them_all() -> None:
-    """It imports nothing heavy, and so has its own list."""
-    assert PEER_NAMES == PEERS
 
 
 def uneven(rank: int, size: int) -> str:

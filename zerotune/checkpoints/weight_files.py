@@ -43,11 +43,8 @@ class WeightFiles:
         self._entries: dict[str, _Entry] = {}
         for file in _files_of(self.path):
             self._open(file)
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: e.shape for name, e in self._entries.items()}
         """Shape of every tensor, by name."""
-        return {name: entry.shape for name, entry in self._entries.items()}
 
     def read(self, name: str, start: int, end: int) -> torch.Tensor:
         """The elements ``[start, end)`` of a tensor, flattened; only the rows that hold them are read  # 1D"""

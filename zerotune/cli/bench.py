@@ -21,13 +21,13 @@ from zerotune.cli.options import (
     StoreOption,
 )
 from zerotune.config.errors import UsageError
+from zerotune.records.bench import PEERS
 
 if TYPE_CHECKING:
     from zerotune.config.schema import JobConfig
     from zerotune.runs.session import Placement
     from zerotune.train.context import Progress
 
-PEER_NAMES = ("ddp", "fsdp2", "fsdp2:keep", "fsdp2:async", "deepspeed", "deepspeed:scaled")
 _DEFAULT_ENGINES = "zerotune,ddp,fsdp2,deepspeed"
 
 
@@ -37,7 +37,7 @@ def bench(
         str,
         typer.Option(
             "--engines",
-            help="zerotune, zerotune:VARIANT, ddp, fsdp2, fsdp2:keep, fsdp2:async, deepspeed, deepspeed:scaled.",
+            help=f"zerotune, zerotune:VARIANT, {', '.join(PEERS)}.",
         ),
     ] = _DEFAULT_ENGINES,
     variants: Annotated[
@@ -101,9 +101,9 @@ def _names(engines: str) -> tuple[str, ...]:
     if not ours:
         raise UsageError("--engines has no zerotune in it", "everything is compared with it")
     for name in names:
-        if name not in ours and name not in PEER_NAMES:
+        if name not in ours and name not in PEERS:
             raise UsageError(
-                f"--engines: there is no engine {name}", f"take some of zerotune, {', '.join(PEER_NAMES)}"
+                f"--engines: there is no engine {name}", f"take some of zerotune, {', '.join(PEERS)}"
             )
     return (*ours, *(name for name in names if name not in ours))
 
@@ -124,14 +124,10 @@ def _variant(job: JobConfig, model: Path, what: str) -> JobConfig:
 
     if "=" in what:
         return load_job(model, what.split(",")).job
-    knobs = load_job(Path(what), []).job
-    train = job.train.model_copy(
-        update={
-            "activation_checkpointing": knobs.train.activation_checkpointing,
-            "accumulate": knobs.train.accumulate,
-        }
-    )
-    return job.model_copy(update={"zero": knobs.zero, "train": train})
+    knobs = load_job(Path(what), []).job.knobs
+    return job.with_knobs(
+        knobs | {"micro_batch_size": job.train.micro_batch_size}
+    )  # the same for all engines
 
 
 def _bench(

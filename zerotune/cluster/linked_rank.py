@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,8 +32,16 @@ class LinkedContext:
         print(f"{progress.phase} {progress.step}/{progress.steps}", flush=True)
 
 
+def _end_with(driver: int) -> None:
+    """Nobody waits for an answer once the driver is gone, however it ended."""
+    while os.getppid() == driver:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def main(arguments: list[str]) -> None:
     """Called with the paths of call and answer, folder, rank, ranks, rank 0's address, interface and cores."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     call, answer, run_dir, rank, ranks, address, interface, cores = arguments
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     os.environ["GLOO_SOCKET_IFNAME"] = interface

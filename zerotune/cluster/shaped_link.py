@@ -135,20 +135,16 @@ def run_over_link(
 
 def _wait(ranks: list[subprocess.Popen[bytes]], logs: Path, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
-    while any(process.poll() is None for process in ranks):
-        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-        if failed:
-            raise RunFailed(
-                f"rank {failed[0]} failed: {_last_line(logs / f'rank{failed[0]}.log')}", f"see {logs}"
-            )
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None:
+            raise RunFailed(f"rank {failed} failed: {_last_line(logs / f'rank{failed}.log')}", f"see {logs}")
+        if None not in codes:
+            return
         if time.monotonic() > deadline:
             raise RunFailed(f"the ranks took longer than {limit_s:g} s", f"see {logs}")
         time.sleep(0.05)
-    failed = [rank for rank, process in enumerate(ranks) if process.returncode]
-    if failed:
-        raise RunFailed(
-            f"rank {failed[0]} failed: {_last_line(logs / f'rank{failed[0]}.log')}", f"see {logs}"
-        )
 
 
 def _last_line(log: Path) -> str:

@@ -7,14 +7,12 @@ from torch import nn
 from zerotune.engine.group import RankGroup
 from zerotune.peers.base import Peer, PeerSetup
 
-PEERS: tuple[str, ...] = ("ddp", "fsdp2", "fsdp2:keep", "fsdp2:async", "deepspeed", "deepspeed:scaled")
-
 
 def build_peer(name: str, module: nn.Module, setup: PeerSetup, group: RankGroup) -> Peer:
     """Wrap a model.
 
     Args:
-        name: One of :data:`PEERS`.
+        name: One of :data:`zerotune.records.bench.PEERS`.
         module: The model, with its values, the same on every rank.
         setup: How it is trained.
         group: The ranks.

@@ -7,6 +7,9 @@ from pydantic import Field
 from zerotune.records.base import Record
 from zerotune.records.measurement import Interval, MemoryUse
 
+PEERS = ("ddp", "fsdp2", "fsdp2:keep", "fsdp2:async", "deepspeed", "deepspeed:scaled")
+"""Names of the engines of other libraries."""
+
 
 class EngineFigures(Record):
     """One engine among those that were measured in turns.

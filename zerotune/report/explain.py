@@ -124,7 +124,7 @@ def explain(ledgers: Sequence[Ledger]) -> Explanation | None:
     worst = max(range(len(ledgers)), key=lambda rank: peaks[rank][0])
     peak_bytes, at_peak, when = peaks[worst]
     flows = _flows(ledgers)
-    held = _held(ledgers[worst])
+    held = _held(ledgers[worst], len(ledgers))
     step_s = max(steps)
     return Explanation(
         ranks=len(ledgers),
@@ -210,12 +210,14 @@ def _exposed(entry: CollectiveEntry) -> float:
     return max(0.0, entry.done_s - entry.waited_s)
 
 
-def _held(ledger: Ledger) -> list[Held]:
+def _held(ledger: Ledger, ranks: int) -> list[Held]:
     """Per unit, with the uses of its own scope; a unit whose scope has none was used by another's."""
-    sizes = {unit: 0 for entry in _gathers(ledger) for unit in entry.units}
-    for entry in _gathers(ledger):
-        if len(entry.units) == 1:
-            sizes[entry.units[0]] = 4 * entry.elements
+    sizes: dict[str, float] = {}
+    for entry in sorted(
+        _gathers(ledger), key=lambda entry: -len(entry.units)
+    ):  # a gather of its own knows best
+        full = entry.sent_bytes * ranks / (ranks - 1) if ranks > 1 else 4 * entry.elements
+        sizes.update(dict.fromkeys(entry.units, full / len(entry.units)))
     ends: dict[str, list[float]] = defaultdict(list)
     for use in ledger.uses:
         ends[use.scope].append(use.end_s)
@@ -243,7 +245,7 @@ def _findings(ledgers: Sequence[Ledger], step_s: float, flows: list[Flow], held:
     found = [_slow_rank(ledgers, step_s)]
     if found[0] is None:  # otherwise what is waited for is that rank, whatever the collective
         found += [_exposed_gathers(flows, step_s), _exposed_reductions(ledgers, flows, step_s)]
-    found += [_kept_too_long(held, step_s), _huge_unit(ledgers, step_s)]
+    found += [_kept_too_long(held), _huge_unit(ledgers)]
     return [finding for finding in found if finding is not None]
 
 
@@ -310,7 +312,7 @@ def _exposed_reductions(ledgers: Sequence[Ledger], flows: list[Flow], step_s: fl
     )
 
 
-def _kept_too_long(held: list[Held], step_s: float) -> Finding | None:
+def _kept_too_long(held: list[Held]) -> Finding | None:
     idle, live = sum(h.idle_s for h in held), sum(h.live_s for h in held)
     if not held or live == 0 or idle < IDLE_SHARE * live:
         return None
@@ -323,7 +325,7 @@ def _kept_too_long(held: list[Held], step_s: float) -> Finding | None:
     )
 
 
-def _huge_unit(ledgers: Sequence[Ledger], step_s: float) -> Finding | None:
+def _huge_unit(ledgers: Sequence[Ledger]) -> Finding | None:
     sizes: dict[str, int] = {}
     for entry in _gathers(ledgers[0]):
         if len(entry.units) == 1:

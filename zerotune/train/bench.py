@@ -22,19 +22,19 @@ from zerotune.engine.group import RankGroup
 from zerotune.engine.protocol import StepResult
 from zerotune.models.build import build_model
 from zerotune.models.deferred import deferred
-from zerotune.peers import PEERS, PeerSetup, build_peer
+from zerotune.peers import PeerSetup, build_peer
 from zerotune.records import Ledger
 from zerotune.records.base import Record
-from zerotune.records.bench import BenchReport, EngineFigures
+from zerotune.records.bench import PEERS, BenchReport, EngineFigures
 from zerotune.train import memory
 from zerotune.train.context import RankContext
 from zerotune.train.data import build_data
+from zerotune.train.describe import describe
 from zerotune.train.engines import make_engine
 from zerotune.train.loop import Loop, synchronize
 from zerotune.train.measure import median_interval, paired_ratio
 from zerotune.train.optim import optimizer_factory
 from zerotune.train.progress import Reporter
-from zerotune.train.steady import sent_elements
 
 OURS = "zerotune"
 COMPUTE = "compute"
@@ -124,7 +124,7 @@ class _Bench:
         self.plan = batch_plan(train.global_batch_size, self.group.size, train.micro_batch_size)
         self.data = build_data(spec.job.data, spec.job.model, train.seed, train.global_batch_size)
         self.loops: dict[str, Loop] = {}
-        self.parameters = 0
+        self.parameters = describe(spec.job).parameters
 
     def run(self) -> BenchReport:
         names = [*self.spec.engines, COMPUTE]
@@ -152,7 +152,6 @@ class _Bench:
             else:
                 module = build_model(job.model, job.train.seed)
                 engine = self._peer(name, module, job)
-        self.parameters = sum(p.numel() for p in build_shape(job).parameters())
         return Loop(job, engine, self.data, self.group, self.plan)
 
     def _peer(self, name: str, module: nn.Module, job: JobConfig) -> Any:
@@ -254,7 +253,7 @@ class _Bench:
             engine.begin_ledger()
             loop.take_step()
             ledger: Ledger = engine.end_ledger()
-            return 4.0 * sent_elements(ledger, size)
+            return float(sum(entry.sent_bytes for entry in ledger.collectives))
         peer: Any = loop.engine
         return 4.0 * peer.elements_per_step * self.parameters * (size - 1) / size
 
@@ -284,13 +283,6 @@ class _Bench:
         rows = self.group.gather_numbers(seconds)
         best = min(max(row[i] for row in rows) for i in range(_PROBES))
         return _IN_FLIGHT * mine.nbytes * (self.group.size - 1) / best
-
-
-def build_shape(job: JobConfig) -> nn.Module:
-    """The job's model without memory, to be counted."""
-    from zerotune.train.describe import describe
-
-    return describe(job).module
 
 
 def _device_model(device: torch.device) -> str:
