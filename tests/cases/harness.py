@@ -214,10 +214,15 @@ class Zero(Model):
         result = self.engine.step()
         self.world.record.losses.append(result.loss)
         self.world.record.norms.append(result.grad_norm)
-        self.assert_nothing_is_live("after step()")
+        opening = [unit for gather in self.engine.next_opening for unit in gather.units]
+        self.assert_nothing_is_live(
+            "after step()", allowed=sum(self.engine.layout.padded(unit) for unit in opening)
+        )
 
-    def assert_nothing_is_live(self, when: str) -> None:
-        assert self.engine.ledger.live_elements == 0, f"{self.engine.ledger.live_elements} live {when}"
+    def assert_nothing_is_live(self, when: str, allowed: int = 0) -> None:
+        """But what the next step declares to need first, which is in flight: no full parameter has its storage."""
+        live = self.engine.ledger.live_elements
+        assert live in (0, allowed), f"{live} live {when}"
         for param in self.engine.shards.params:
             left = param.rows.untyped_storage().nbytes()
             assert param.persistent or left == 0, f"{param.name} still holds {left} bytes {when}"

@@ -69,9 +69,9 @@ def replay(schedule: Schedule, layout: Layout, knobs: Knobs) -> Replay:
         if knobs.max_live_parameters is not None:
             assert live <= max(knobs.max_live_parameters, forced), "live elements above the bound"
 
-    steps = [*schedule.actions, schedule.at_end]
-    for index, step in enumerate(steps):
-        event = schedule.trace.events[index] if index < len(schedule.trace.events) else None
+    steps = [schedule.opening, *schedule.actions, schedule.at_end]
+    for index, step in enumerate(steps, start=-1):
+        event = schedule.trace.events[index] if 0 <= index < len(schedule.trace.events) else None
         needed = needs(event.units, event.phase) if event and event.kind is EventKind.ENTER else []
         if event and event.kind is EventKind.EXIT:
             for unit in event.units:
@@ -118,7 +118,14 @@ def replay(schedule: Schedule, layout: Layout, knobs: Knobs) -> Replay:
                 case Collect(bucket=bucket, params=params):
                     if bucket not in filling:
                         filling.append(bucket)
-                    assert len(filling) + len(reducing) <= 2, "more than two reduce buckets alive"
+                    alive = [
+                        sum(layout.param(ref).numel for ref in schedule.buckets[b].params)
+                        for b in (*filling, *reducing)
+                    ]
+                    assert (
+                        len(alive) <= 2
+                        or sum(alive) <= 2 * knobs.reduce_bucket_size + layout.largest_parameter
+                    ), "more than two reduce buckets and the largest parameter alive"
                     for ref in params:
                         assert ref in schedule.buckets[bucket].params
                         assert layout.param(ref).trainable

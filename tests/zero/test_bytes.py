@@ -128,12 +128,15 @@ def storages_during_a_step(rank: int, size: int, prefetch: int, release: str) ->
         assert sum(p.param.untyped_storage().nbytes() for p in params) == 0, (
             "full storages are left after a step"
         )
-        assert engine.ledger.live_elements == 0
+        declared = sum(engine.layout.padded(unit) for gather in engine.next_opening for unit in gather.units)
+        assert engine.ledger.live_elements == declared, "more than the next step's first gathers is live"
+        assert bool(declared) is (prefetch > 0)
     if release == "after_use":
         assert max(seen) == max(widths[2:-2]), "more than the block in use is complete"
     else:
         assert max(seen) >= 3 * max(widths[2:-2])  # all three blocks are kept until backward
     engine.flush()
+    assert engine.ledger.live_elements == 0
     assert engine.at_rest()[ByteClass.POOLED] == 0
     assert engine.at_rest()[ByteClass.FULL] == 0
     engine.close()

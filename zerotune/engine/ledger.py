@@ -19,7 +19,8 @@ from zerotune.records import (
 
 @dataclass
 class PendingCollective:
-    """A collective from its issue to the end of the wait for it."""
+    """A collective from its issue to the end of the wait for it; times are those of the clock, for it may be issued
+    before recording begins."""
 
     sequence: int
     kind: CollectiveKind
@@ -107,11 +108,11 @@ class LedgerKeeper:
         if kind is CollectiveKind.BROADCAST:
             self.broadcasts += 1
         return PendingCollective(
-            self._sequence, kind, purpose, tuple(units), elements, sent * itemsize, self._now()
+            self._sequence, kind, purpose, tuple(units), elements, sent * itemsize, time.perf_counter()
         )
 
     def begin_wait(self, pending: PendingCollective) -> None:
-        pending.waited_s = self._now()
+        pending.waited_s = time.perf_counter()
 
     def end_wait(self, pending: PendingCollective) -> None:
         """Log that a collective's result is there for whoever waited."""
@@ -126,8 +127,8 @@ class LedgerKeeper:
                 elements=pending.elements,
                 sent_bytes=pending.sent_bytes,
                 tag_bytes=pending.tag_bytes,
-                issued_s=pending.issued_s,
-                waited_s=pending.waited_s,
+                issued_s=pending.issued_s - self._begun_s,
+                waited_s=pending.waited_s - self._begun_s,
                 done_s=self._now(),
             )
         )

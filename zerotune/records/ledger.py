@@ -39,7 +39,7 @@ class CollectiveEntry(Record):
         elements: Elements of the full, padded tensor that it assembles or reduces.
         sent_bytes: Bytes that this rank sends of it.
         tag_bytes: Bytes that it sends beside them, to tell ranks that disagree.
-        issued_s: When it was issued, seconds since the ledger began.
+        issued_s: When it was issued, seconds since the ledger began; negative if the step before issued it.
         waited_s: When something began to wait for it.
         done_s: When that wait ended.
     """

@@ -28,6 +28,9 @@ def fill_buckets(
 ) -> tuple[tuple[Bucket, ...], list[list[Placement]]]:
     """Put gradients into buckets in the order in which they become complete.
 
+    A group that does not fit into what is left of a bucket, but would fit into an empty one, begins a new one: half of
+    it would otherwise wait for the next group before it could travel.
+
     Args:
         ready: Groups of parameters that become complete together, in order.
         layout: The model's sizes.
@@ -41,6 +44,10 @@ def fill_buckets(
     where: list[list[tuple[int, ParamRef]]] = []
     for group in ready:
         placed = []
+        whole = sum(layout.param(ref).numel for ref in group)
+        if buckets and size + whole > limit >= whole > 0:
+            buckets.append([])
+            size = 0
         for ref in group:
             numel = layout.param(ref).numel
             if not buckets or size + numel > limit:

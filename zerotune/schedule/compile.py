@@ -33,6 +33,7 @@ class SavingReason:
     NO_WEIGHTS_IN_BACKWARD = "backward needs no weights"
     USED_NEXT = "used again before any other unit"
     KEPT = "kept for its next use"
+    WITHIN_DISTANCE = "its next use is within the prefetch distance"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Schedule:
 
     Attributes:
         trace: The order it was compiled from.
+        opening: What may be gathered before the pass begins, as soon as its shards hold the values that it is to
+            use: first thing in the pass, or while the optimizer still updates other shards.
         actions: For each event, what to do: before the use at an entry, after it at an exit.
         at_end: What to do once backward has returned.
         buckets: Reduce buckets, by index.
@@ -65,6 +68,7 @@ class Schedule:
     """
 
     trace: Trace
+    opening: tuple[Gather, ...]
     actions: tuple[tuple[Action, ...], ...]
     at_end: tuple[Action, ...]
     buckets: tuple[Bucket, ...]
@@ -76,12 +80,13 @@ class Schedule:
     def digest(self) -> str:
         """Hash of everything it does; ranks that disagree on it would disagree on their collectives."""
         hasher = hashlib.sha256(self.trace.digest.encode())
-        hasher.update(repr((self.actions, self.at_end, self.buckets)).encode())
+        hasher.update(repr((self.opening, self.actions, self.at_end, self.buckets)).encode())
         return hasher.hexdigest()
 
     def gathers(self) -> list[Gather]:
         """All gathers, in the order of issue."""
-        return [a for step in (*self.actions, self.at_end) for a in step if isinstance(a, Gather)]
+        steps = (self.opening, *self.actions, self.at_end)
+        return [a for step in steps for a in step if isinstance(a, Gather)]
 
     def reductions(self) -> list[Bucket]:
         """All reduced buckets, in the order of issue."""
@@ -156,6 +161,7 @@ class _Compiler:
         self.need_events: dict[int, list[int]] = {}  # unit -> events that need it, ascending
         self.need_index: dict[tuple[int, int], int] = {}
         self.savings: list[Saving] = []
+        self.opening: list[Action] = []
         self.actions: list[list[Action]] = [[] for _ in trace.events]
         self.drops: list[list[int]] = [[] for _ in trace.events]  # units dropped at each exit, by policy
 
@@ -169,6 +175,7 @@ class _Compiler:
             at_end, buckets = self._place_reductions()
         return Schedule(
             trace=self.trace,
+            opening=tuple(a for a in self.opening if isinstance(a, Gather)),
             actions=tuple(tuple(step) for step in self.actions),
             at_end=tuple(at_end),
             buckets=buckets,
@@ -287,6 +294,8 @@ class _Compiler:
         self.state = _State()
         self.cursor = 0  # first need that has neither been issued nor found to be kept
         self.kept: dict[int, int] = {}  # unit that is only kept -> event of its next use
+        self.leaving: set[int] = set()  # dropped at this event, unless a prefetch would bring it back at once
+        self._prefetch(-1, self.opening)
         for index, event in enumerate(self.trace.events):
             if event.kind is EventKind.ENTER:
                 self._enter(index, event.units, event.phase)
@@ -342,8 +351,9 @@ class _Compiler:
             if unit not in self.persistent:
                 state.open_uses[unit] -= 1
         dropped = [u for u in self.drops[index] if u in state.complete]
-        if dropped:
-            self._drop(dropped, step)
+        self._forget(dropped)
+        self.leaving.update(dropped)
+        place = len(step)
         for unit in units:
             if unit in state.complete and not state.open_uses.get(unit) and unit not in state.unused:
                 following = self._next_need(unit, index)
@@ -353,13 +363,41 @@ class _Compiler:
             0, until=None, step=step
         )  # what the open units were allowed beyond the bound ends here
         self._prefetch(index, step)
+        released = tuple(unit for unit in dropped if unit in self.leaving)
+        if released:
+            step.insert(place, Release(released))
+        self.leaving.clear()
 
     def _drop(self, units: Sequence[int], step: list[Action]) -> None:
         step.append(Release(tuple(units)))
+        self._forget(units)
+
+    def _forget(self, units: Sequence[int]) -> None:
         for unit in units:
             self.state.complete.discard(unit)
             self.kept.pop(unit, None)
             self.state.live -= self.layout.padded(unit)
+
+    def _stays(self, need: _Need, distance: int) -> bool:
+        """Do not drop a unit whose gather would be issued at this very event: the copy that leaves is the one that it
+        would bring. It counts as ahead of use from here on, as that gather would."""
+        state = self.state
+        numel = self.layout.numel(need.unit)
+        if state.ahead and state.ahead + numel > distance:
+            return False
+        if not self._make_room(
+            self.layout.padded(need.unit), until=need.event, step=self.actions[need.free_after]
+        ):
+            return False
+        self.leaving.discard(need.unit)
+        need.kept_from_before = True
+        self._save(need.unit, SavingReason.WITHIN_DISTANCE)
+        state.complete.add(need.unit)
+        state.unused.add(need.unit)
+        state.live += self.layout.padded(need.unit)
+        state.ahead += numel
+        state.peak_ahead = max(state.peak_ahead, state.ahead)
+        return True
 
     def _issue(self, units: tuple[int, ...], reason: Reason, phase: Phase, step: list[Action]) -> None:
         state = self.state
@@ -473,6 +511,10 @@ class _Compiler:
                 continue
             if need.free_after > index or need.unit in chosen or need.unit in state.complete:
                 break  # its previous copy is still in use: gathering it now would be undone
+            if need.unit in self.leaving:
+                if bucket or not self._stays(need, distance):
+                    break
+                continue
             if need.unit in state.bucket_of:
                 break
             numel = self.layout.numel(need.unit)
@@ -510,13 +552,31 @@ class _Compiler:
             [ready[i] for i in order], self.layout, int(self.knobs.reduce_bucket_size)
         )
         started: set[int] = set()
+        bound = 2 * int(self.knobs.reduce_bucket_size) + self.layout.largest_parameter
+        sizes = [sum(self.layout.param(ref).numel for ref in bucket.params) for bucket in buckets]
         for index, groups in zip(order, members, strict=True):
             step = self.actions[index] if index < end else at_end
             for bucket, refs, is_full in groups:
                 if bucket not in started:
                     started.add(bucket)
-                    step.append(Drain(keep=1))  # so that two buckets are alive at most
+                    step.append(Drain(keep=_room_for(bucket, sizes, bound)))
                 step.append(Collect(bucket, refs))
                 if is_full:
                     step.append(Reduce(bucket))
         return at_end, buckets
+
+
+def _room_for(bucket: int, sizes: Sequence[int], bound: int) -> int:
+    """How many of the buckets before one may still be under way when it is begun.
+
+    Args:
+        bucket: Its index.
+        sizes: Elements of every bucket.
+        bound: Elements of all that are alive, at most; one may always be under way.
+    """
+    alive = sizes[bucket]
+    for count, size in enumerate(reversed(sizes[:bucket])):
+        alive += size
+        if alive > bound:
+            return max(1, count)
+    return max(1, bucket)

@@ -24,7 +24,16 @@ from zerotune.models.deferred import is_deferred, leave_meta, values_of
 from zerotune.models.units import LeafModules, cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
 from zerotune.records import ByteClass, Ledger
-from zerotune.schedule import Layout, ParamRef, ParamSize, Schedule, UnitSize, resolve_knobs, slice_bounds
+from zerotune.schedule import (
+    Gather,
+    Layout,
+    ParamRef,
+    ParamSize,
+    Schedule,
+    UnitSize,
+    resolve_knobs,
+    slice_bounds,
+)
 from zerotune.zero.checkpointing import CheckpointMixin
 from zerotune.zero.comm import Communicator
 from zerotune.zero.executor import Executor
@@ -37,6 +46,7 @@ from zerotune.zero.optimizer import (
     optimizer_bytes,
     regroup,
     shard_optimizer,
+    steps_in_parts,
 )
 from zerotune.zero.pool import BufferPool
 from zerotune.zero.precision import DtypeChoice, Precision, PrecisionName
@@ -238,6 +248,8 @@ class ZeroEngine(CheckpointMixin):
         if not same_items:
             self._weight_sum += weight
         with self._clean_on_error(in_backward=True):
+            # Activations are at their most: what lies idle goes, buffers are made anew as reductions need them.
+            self._pool.trim()
             self._executor.begin_backward(self.module)
             self._watcher.begin_backward()
             scale = weight * self._scaler.factor
@@ -293,6 +305,8 @@ class ZeroEngine(CheckpointMixin):
         if not is_skipped:
             unused = self._unused_everywhere() if any(row[3] for row in numbers) else set()
             self._update(1.0 / divisor * clip_factor(norm, self._clip_norm), unused)
+        else:
+            self._executor.open_next_window()
         result = StepResult(loss, weight, norm, is_skipped, self._scaler.scale)
         self._begin_window()
         self._scaler.update(is_skipped, weight / self.group.size)
@@ -323,7 +337,7 @@ class ZeroEngine(CheckpointMixin):
         self._clean_up()
         self._executor.finish_open_passes()
         self._reducer.drain()
-        self._gatherer.release_all()
+        self._executor.drop_opening()
         self._pool.flush()
 
     def train(self, mode: bool = True) -> ZeroEngine:
@@ -403,6 +417,7 @@ class ZeroEngine(CheckpointMixin):
 
     def refresh(self) -> None:
         """Rebuild every derived copy from the masters, after they were written from outside."""
+        self._executor.drop_opening()
         self._publish_updates()
 
     def at_rest(self) -> dict[ByteClass, int]:
@@ -421,6 +436,11 @@ class ZeroEngine(CheckpointMixin):
     def peak_live_elements(self) -> int:
         """Largest number of live elements since the ledger began."""
         return self.ledger.peak_live_elements
+
+    @property
+    def next_opening(self) -> tuple[Gather, ...]:
+        """The declared prefetch of the next step: all that is live between two steps, until :meth:`flush`."""
+        return self._executor.next_opening
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -578,19 +598,38 @@ class ZeroEngine(CheckpointMixin):
     def _update(self, factor: float, unused: set[ParamRef]) -> None:
         """Let the optimizer update the masters, and every copy follow.
 
+        What the next window needs first is updated first, so that it travels while the rest is updated.
+
         Args:
             factor: What gradients are multiplied by first.
             unused: Parameters without a gradient on any rank.
         """
         trainable = self.shards.trainable
+        opening = {unit for gather in self._executor.next_opening for unit in gather.units}
+        in_parts = bool(opening) and steps_in_parts(self.optimizer)
         with self.shards.update_grads(factor) as grads:
-            for param, grad in zip(trainable, grads, strict=True):
-                param.master.grad = None if param.ref in unused else grad
-            self.optimizer.step()
-            for param in trainable:
-                param.master.grad = None
+            pairs = [(p, g) for p, g in zip(trainable, grads, strict=True) if p.ref not in unused]
+            first = [(p, g) for p, g in pairs if not in_parts or p.persistent or p.ref.unit in opening]
+            rest = [(p, g) for p, g in pairs if in_parts and not p.persistent and p.ref.unit not in opening]
+            self._optimize(first)
+            refresh = self._refresh_persistent()
+            next(refresh, None)
+            self._executor.open_next_window()
+            self._optimize(rest)
+            for _ in refresh:
+                pass
         self._account_optimizer()
-        self._publish_updates()
+
+    def _optimize(self, pairs: list[tuple[ShardedParam, torch.Tensor]]) -> None:
+        """Update the masters of some parameters by their gradients, and their shards."""
+        if not pairs:
+            return
+        for param, grad in pairs:
+            param.master.grad = grad
+        self.optimizer.step()
+        for param, _ in pairs:
+            param.master.grad = None
+        self.shards.refresh_shards([param for param, _ in pairs])
 
     def _note_skip(self, result: StepResult, numbers: list[list[float]]) -> None:
         """Say that a step was skipped, and why; look closer in the steps that follow."""
@@ -649,10 +688,16 @@ class ZeroEngine(CheckpointMixin):
     def _publish_updates(self) -> None:
         """Bring every copy of the parameters up to date with the masters."""
         self.shards.refresh_shards()
-        if not self._is_replicated:
-            self._gatherer.refresh_persistent(
-                None if self.knobs.stage == 3 else int(self.knobs.allgather_bucket_size)
-            )
+        for _ in self._refresh_persistent():
+            pass
+
+    def _refresh_persistent(self) -> Iterator[None]:
+        """Bring persistent parameters up to date with the shards; see :meth:`Gatherer.refresh_persistent`."""
+        if self._is_replicated:
+            return iter(())
+        return self._gatherer.refresh_persistent(
+            None if self.knobs.stage == 3 else int(self.knobs.allgather_bucket_size)
+        )
 
     def _begin_window(self) -> None:
         self.shards.forget_grads()

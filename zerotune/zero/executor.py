@@ -74,6 +74,8 @@ class Executor:
         self._nested_forwards = 0
         self._is_acting = False
         self._was_cut_short = False
+        self._window_key: PassKey | None = None
+        self._opened: tuple[Gather, ...] = ()
         self.window_position = 0
         self.digests: list[str] = []
         self.use_layout(layout)
@@ -191,6 +193,19 @@ class Executor:
             self._do(actions, buckets)
             self._reducer.end_pass()
 
+    @property
+    def next_opening(self) -> tuple[Gather, ...]:
+        """What the first pass of the next window begins with, if it is like that of this one."""
+        if self._window_key is None or not self._knobs.overlap_comm:
+            return ()
+        candidates = self.book.candidates(self._window_key)
+        return candidates[0].opening if candidates else ()
+
+    def open_next_window(self) -> None:
+        """Issue the first gathers of the next window: their shards hold what it is to use."""
+        self._opened = self.next_opening
+        self._do(self._opened)
+
     def finish_open_passes(self) -> None:
         """End passes that had no backward: free what they hold."""
         while self._passes:
@@ -211,7 +226,12 @@ class Executor:
         """Free what passes that were cut short had gathered, once all ranks are known to go on."""
         if self._was_cut_short:
             self._was_cut_short = False
-            self._gatherer.release_all()
+            self.drop_opening()
+
+    def drop_opening(self) -> None:
+        """Free all that is full or in flight between passes."""
+        self._opened = ()
+        self._gatherer.release_all()
 
     @property
     def is_idle(self) -> bool:
@@ -222,7 +242,7 @@ class Executor:
         """Forget everything under way, and free what it held."""
         self.passes_cut_short()
         self._reducer.clear()
-        self._gatherer.release_all()
+        self.drop_opening()
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -231,7 +251,16 @@ class Executor:
             self._before_window()
         # Inside another pass some units may be live already, which no recorded order foresees.
         candidates = [] if self._passes else self.book.candidates(key)
-        self._passes.append(Pass(key, candidates[0] if candidates else None))
+        schedule = candidates[0] if candidates else None
+        if not self._passes:
+            if key.grad_enabled and key.window_position == 0:
+                self._window_key = key
+            if self._opened and (schedule is None or schedule.opening != self._opened):
+                self.drop_opening()  # another pass than was expected
+            self._opened = ()
+        self._passes.append(Pass(key, schedule))
+        if schedule is not None:
+            self._do(schedule.opening)
         if not candidates:
             self._start_watching()
 

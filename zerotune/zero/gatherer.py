@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,8 +107,8 @@ class Gatherer:
             self._drop(flight, reuse=flight.work.settle())
         self.release(sorted(self.complete))
 
-    def refresh_persistent(self, bucket_size: int | None) -> None:
-        """Bring the persistent parameters up to date on every rank.
+    def refresh_persistent(self, bucket_size: int | None) -> Iterator[None]:
+        """Bring the persistent parameters up to date on every rank, bucket by bucket; one is in flight at each ``yield``.
 
         Args:
             bucket_size: Elements per AllGather, at most (a larger parameter goes alone); ``None`` for one AllGather.
@@ -119,7 +119,9 @@ class Gatherer:
             self._ledger.add(ByteClass.FULL, buffer.nbytes)
             shard = torch.cat([p.shard for p in params])
             names = list(dict.fromkeys(self._shards.units[p.ref.unit].name for p in params))
-            self._comm.all_gather(buffer, shard, "refresh", names).wait()
+            work = self._comm.all_gather(buffer, shard, "refresh", names)
+            yield
+            work.wait()
             _copy_out(buffer.view(self._ranks, width), [p.slice for p in params], [p.rows for p in params])
             self._ledger.add(ByteClass.FULL, -buffer.nbytes)
             self._pool.give(buffer)

@@ -136,6 +136,19 @@ def regroup(
     return left
 
 
+def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether several calls of ``step()``, each with the gradients of some parameters, do what one call with all does.
+
+    torch's own optimizers keep all that they know per parameter; others may count their calls. Hooks of the user's are
+    to see one call.
+    """
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+    )
+
+
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state tensors."""
     return sum(

@@ -58,6 +58,10 @@ class BufferPool:
     def flush(self) -> None:
         """Free all idle buffers, and forget what was common."""
         self._taken.clear()
+        self.trim()
+
+    def trim(self) -> None:
+        """Free all idle buffers."""
         for idle in self._idle.values():
             for buffer in idle:
                 self._ledger.add(ByteClass.POOLED, -buffer.nbytes)

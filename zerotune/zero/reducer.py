@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -20,8 +21,8 @@ from zerotune.zero.shards import ShardedParam, ShardStore
 class _Filling:
     """A bucket that gradients are copied into: row r goes to rank r."""
 
-    members: tuple[ShardedParam, ...]
-    offsets: dict[ParamRef, int]
+    members: dict[ParamRef, ShardedParam]
+    columns: dict[ParamRef, slice]  # of ``rows``
     rows: torch.Tensor  # [N, W]
     collected: set[ParamRef] = field(default_factory=set)
 
@@ -41,7 +42,7 @@ class _InFlight:
 class Reducer:
     """Full gradients in, sums over ranks added to the shards' gradients.
 
-    At most two buckets exist at a time: one being filled, one in flight; the schedule drains before it starts a third.
+    How many buckets exist at a time is the schedule's decision: it drains some before it begins another.
 
     Args:
         shards: The parameters.
@@ -91,25 +92,33 @@ class Reducer:
         filling = self._filling.get(index)
         if filling is None:
             filling = self._filling[index] = self._start(bucket)
-        for ref in refs:
-            param = self._shards[ref]
-            offset = filling.offsets[ref]
-            target = filling.rows[:, offset : offset + param.slice]
-            gradient = param.param.grad
-            if gradient is None:
-                target.zero_()
-            else:
-                if (
-                    self.looks_for_trouble
-                    and self.first_trouble is None
-                    and not bool(gradient.isfinite().all())
-                ):
-                    self.first_trouble = param
-                _copy_rows(target, gradient, param.numel)
+        params = [filling.members[ref] for ref in refs]
+        grads = [param.param.grad for param in params]
+        if self.looks_for_trouble:
+            self._look_for_trouble(params, grads)
+        if len(refs) == len(filling.members) and all(
+            grad is not None and grad.dtype is self._dtype and 0 < grad.numel() == self._ranks * param.slice
+            for param, grad in zip(params, grads, strict=True)
+        ):
+            # What is whole and needs no padding goes in one operation.
+            flat = [grad.detach().reshape(-1) for grad in grads if grad is not None]
+            torch._chunk_cat(flat, 0, self._ranks, out=filling.rows)
+        else:
+            for ref, param, grad in zip(refs, params, grads, strict=True):
+                _copy_rows(filling.rows[:, filling.columns[ref]], grad, param.numel)
+        for ref, param, grad in zip(refs, params, grads, strict=True):
+            if grad is not None:
                 param.param.grad = None
                 self.touched.add(ref)
-            filling.collected.add(ref)
-            self._collected.add(ref)
+        filling.collected.update(refs)
+        self._collected.update(refs)
+
+    def _look_for_trouble(self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            if self.first_trouble is not None:
+                return
+            if grad is not None and not bool(grad.isfinite().all()):
+                self.first_trouble = param
 
     def uncollected(self) -> list[ParamRef]:
         """Trainable parameters that no bucket of this pass took yet, or whose gradient came after it did."""
@@ -130,7 +139,8 @@ class Reducer:
         filling = self._filling.pop(index)
         width = filling.rows.shape[1]
         sent = filling.rows.view(-1)
-        names = [param.name for param in filling.members]
+        members = list(filling.members.values())
+        names = [param.name for param in members]
         if self._comm.sums_in_exchange(self._dtype):
             received = self._take(sent.numel(), self._dtype)
             summed = self._take(width, torch.float32)
@@ -138,8 +148,7 @@ class Reducer:
         else:
             received = summed = self._take(width, torch.float32)
             work = self._comm.reduce_scatter(received, sent, "gradient", names)
-        members = list(filling.members)
-        slices = [summed[filling.offsets[p.ref] : filling.offsets[p.ref] + p.slice] for p in members]
+        slices = list(summed.split([param.slice for param in members]))
         self._in_flight.append(_InFlight(members, slices, work, sent, received, summed))
 
     def drain(self, keep: int = 0) -> None:
@@ -161,11 +170,9 @@ class Reducer:
         unfinished = list(self._filling)
         for index in unfinished:
             filling = self._filling[index]
-            for param in filling.members:
-                if param.ref in filling.collected:
-                    continue
-                offset = filling.offsets[param.ref]
-                filling.rows[:, offset : offset + param.slice].zero_()
+            for ref in filling.members:
+                if ref not in filling.collected:
+                    filling.rows[:, filling.columns[ref]].zero_()
             self.drain(keep=1)
             self.reduce(index)
 
@@ -180,14 +187,14 @@ class Reducer:
     # ----------------------------------------------------------------------------------------------- inside
 
     def _start(self, bucket: Bucket) -> _Filling:
-        members = tuple(self._shards[ref] for ref in bucket.params)
-        offsets = {}
-        width = 0
-        for param in members:
-            offsets[param.ref] = width
-            width += param.slice
-        rows = self._take(self._ranks * width, self._dtype).view(self._ranks, width)
-        return _Filling(members, offsets, rows)
+        members = {ref: self._shards[ref] for ref in bucket.params}
+        ends = list(accumulate(param.slice for param in members.values()))
+        columns = {
+            ref: slice(end - param.slice, end)
+            for (ref, param), end in zip(members.items(), ends, strict=True)
+        }
+        rows = self._take(self._ranks * ends[-1], self._dtype).view(self._ranks, ends[-1])
+        return _Filling(members, columns, rows)
 
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()
@@ -244,14 +251,17 @@ class Reducer:
         self._pool.give(buffer)
 
 
-def _copy_rows(target: torch.Tensor, gradient: torch.Tensor, numel: int) -> None:
+def _copy_rows(target: torch.Tensor, gradient: torch.Tensor | None, numel: int) -> None:
     """Flatten, pad and split a gradient.
 
     Args:
         target: One row per rank  # [N, S]
-        gradient: The full gradient  # ND
+        gradient: The full gradient; ``None`` counts as zeros  # ND
         numel: Its elements.
     """
+    if gradient is None:
+        target.zero_()
+        return
     flat = gradient.detach().reshape(-1)
     ranks, size = target.shape
     if numel == ranks * size:

@@ -1,8 +1,9 @@
 """Parameters partitioned inside layers: flattened, padded, and one contiguous slice of each kept per rank.
 
 [Note: storages]
-A managed parameter stays the module's own ``nn.Parameter``. Its storage holds the flattened, padded parameter; to
-release it the storage is resized to nothing, to restore it the storage is resized back and filled. Views that autograd
+A managed parameter stays the module's own ``nn.Parameter``. The parameters of a unit that are gathered share one storage,
+which holds each of them flattened and padded, one after the other; to release the unit the storage is resized to nothing,
+to restore it the storage is resized back and filled. Views that autograd
 saved (``weight.t()``) share the storage, so they are freed and restored with it; assigning ``param.data`` would leave
 them holding the old memory. Filling goes through a separate tensor on the same storage, whose version counter is not
 the parameter's, so autograd does not take it for an in-place change.
@@ -63,38 +64,34 @@ class ShardedParam:
     def full_bytes(self) -> int:
         return self.rows.numel() * self.rows.element_size()
 
-    def resize(self, is_full: bool) -> None:
-        """Free or restore the storage of the full parameter; what it holds after restoring is arbitrary."""
-        self.rows.untyped_storage().resize_(self.full_bytes if is_full else 0)
-
 
 class ShardedUnit:
-    """A unit's parameters and the flat buffer of those that are gathered.
+    """A unit's parameters, and those that are gathered as one.
 
     Args:
         name: For the ledger.
         params: All its parameters.
         flat: This rank's slices of the gathered (not persistent) ones, one after the other  # 1D
+        full: These parameters, full and padded, one after the other; its storage comes and goes  # 1D
     """
 
-    def __init__(self, name: str, params: list[ShardedParam], flat: torch.Tensor) -> None:
+    def __init__(self, name: str, params: list[ShardedParam], flat: torch.Tensor, full: torch.Tensor) -> None:
         self.name = name
         self.params = params
         self.flat = flat
+        self._storage = full.untyped_storage()
         self.gathered = [p for p in params if not p.persistent]
         self.slices = [p.slice for p in self.gathered]
         self.rows = [p.rows for p in self.gathered]
         self.full_bytes = sum(p.full_bytes for p in self.gathered)
 
     def allocate(self) -> None:
-        """Restore the storages of the full parameters."""
-        for param in self.gathered:
-            param.resize(is_full=True)
+        """Restore the storage of the full parameters; what it holds then is arbitrary."""
+        self._storage.resize_(self.full_bytes)
 
     def free(self) -> None:
-        """Free the storages of the full parameters."""
-        for param in self.gathered:
-            param.resize(is_full=False)
+        """Free the storage of the full parameters."""
+        self._storage.resize_(0)
 
 
 class ShardStore:
@@ -165,7 +162,7 @@ class ShardStore:
                     place = slice(offset, offset + layout.slice(ref))
                     params.append(self._partition(ref, name, param, flat[place], masters[place]))
                     offset = place.stop
-            self.units.append(ShardedUnit(layout.units[index].name, params, flat))
+            self.units.append(self._unit(layout.units[index].name, params, flat))
         self.params = [p for unit in self.units for p in unit.params]
         self.persistent = [p for p in self.params if p.persistent]
         self._flat_grads: dict[int, torch.Tensor] = {}
@@ -179,13 +176,19 @@ class ShardStore:
         """Parameters that get gradients, in the order of units."""
         return [p for p in self.params if p.trains]
 
-    def refresh_shards(self) -> None:
-        """Bring the working copies of this rank up to date with the masters, after the optimizer or a load."""
+    def refresh_shards(self, params: Sequence[ShardedParam] | None = None) -> None:
+        """Bring the working copies of this rank up to date with the masters, after the optimizer or a load.
+
+        Args:
+            params: Of which parameters; ``None`` for all.
+        """
         if self._dtype is torch.float32:
             return  # the masters are the working copies
-        with torch.no_grad():
-            targets = [p.rows.view(-1) if self._stage == 0 else p.shard for p in self.params]
-            torch._foreach_copy_(targets, [p.master.detach() for p in self.params])
+        params = self.params if params is None else params
+        if params:
+            with torch.no_grad():
+                targets = [p.rows.view(-1) if self._stage == 0 else p.shard for p in params]
+                torch._foreach_copy_(targets, [p.master.detach() for p in params])
 
     def note_trainable(self) -> None:
         """Gradients are those of the parameters that require one now.
@@ -271,40 +274,49 @@ class ShardStore:
         self._ledger.add(byte_class, flat.nbytes)
         return flat
 
-    def _move(self, param: nn.Parameter, slice_numel: int, values: torch.Tensor | None) -> torch.Tensor:
-        """Give a parameter a storage of its padded size  # [N, S]
+    def _fill(self, param: nn.Parameter, slice_numel: int, values: torch.Tensor) -> torch.Tensor:
+        """Give a parameter a storage of its own, padded, that stays  # [N, S]
 
         Args:
             param: The parameter.
             slice_numel: S.
-            values: What the storage holds then; ``None`` leaves it without memory.
+            values: What it holds then.
         """
-        numel, size = param.numel(), slice_numel * self._layout.ranks
-        if values is None:
-            full = torch.empty(size, dtype=self._dtype, device=self._device)
-        else:
-            full = torch.zeros(size, dtype=self._dtype, device=self._device)
-            with torch.no_grad():
-                full[:numel].copy_(values.reshape(-1))
-            self._ledger.add(ByteClass.FULL, full.nbytes)
-        own = full[:numel].view(param.shape)
-        if values is None:
-            full.untyped_storage().resize_(0)
-        take_over(param)
-        param.data = own
+        numel = param.numel()
+        full = torch.zeros(slice_numel * self._layout.ranks, dtype=self._dtype, device=self._device)
+        with torch.no_grad():
+            full[:numel].copy_(values.reshape(-1))
+        self._ledger.add(ByteClass.FULL, full.nbytes)
+        _put(param, full)
         return full.view(self._layout.ranks, slice_numel)
 
     def _partition(
-        self, ref: ParamRef, name: str, param: nn.Parameter, shard: torch.Tensor, master: torch.Tensor
+        self,
+        ref: ParamRef,
+        name: str,
+        param: nn.Parameter,
+        shard: torch.Tensor,
+        master: torch.Tensor,
     ) -> ShardedParam:
         with self._values(param) as values:
             self._fill_master(values, master)  # before the compute dtype rounds the value
-        rows = self._move(param, shard.numel(), None)
         if shard.dtype is not torch.float32:
             shard.copy_(master)
+        rows = torch.empty(0, dtype=self._dtype, device=self._device)  # see _unit
         return ShardedParam(
             ref, name, param, param.numel(), shard.numel(), rows, shard, _leaf(master), None, False
         )
+
+    def _unit(self, name: str, params: list[ShardedParam], flat: torch.Tensor) -> ShardedUnit:
+        """Put the parameters that are gathered into one storage, which has no memory yet."""
+        gathered = [p for p in params if not p.persistent]
+        ranks = self._layout.ranks
+        full = torch.empty(flat.numel() * ranks, dtype=self._dtype, device=self._device)
+        for param, padded in zip(gathered, full.split([p.slice * ranks for p in gathered]), strict=True):
+            _put(param.param, padded)
+            param.rows = padded.view(ranks, param.slice)
+        full.untyped_storage().resize_(0)
+        return ShardedUnit(name, params, flat, full)
 
     def _persist(self, ref: ParamRef, name: str, param: nn.Parameter) -> ShardedParam:
         size = self._layout.slice(ref)
@@ -312,7 +324,7 @@ class ShardStore:
             if self._dtype is not torch.float32:
                 master = self._zeros(size, torch.float32, ByteClass.OPTIMIZER)
                 self._fill_master(values, master)
-            rows = self._move(param, size, values)
+            rows = self._fill(param, size, values)
         if self._dtype is torch.float32:
             master = rows[self._rank]
         return ShardedParam(
@@ -326,7 +338,7 @@ class ShardStore:
                 master = self._zeros(size * self._layout.ranks, torch.float32, ByteClass.OPTIMIZER)
                 with torch.no_grad():
                     master[:numel].copy_(values.reshape(-1))
-            rows = self._move(param, size, values)
+            rows = self._fill(param, size, values)
         if self._dtype is torch.float32:
             master = rows.view(-1)
         return ShardedParam(ref, name, param, numel, size, rows, rows[self._rank], _leaf(master), None, True)
@@ -335,6 +347,13 @@ class ShardStore:
         start, end = slice_bounds(values.numel(), self._layout.ranks, self._rank)
         with torch.no_grad():
             master[: end - start].copy_(values.reshape(-1)[start:end])
+
+
+def _put(param: nn.Parameter, padded: torch.Tensor) -> None:
+    """Make a parameter the beginning of a padded buffer, whatever it was before."""
+    own = padded[: param.numel()].view(param.shape)
+    take_over(param)
+    param.data = own
 
 
 def _leaf(master: torch.Tensor) -> nn.Parameter:
