@@ -112,12 +112,16 @@ def storages_during_a_step(rank: int, size: int, prefetch: int, release: str) ->
     engine = _engine(
         "gpt", {"param_persistence_threshold": 0, "prefetch_distance": prefetch, "release": release}
     )
-    params = engine.shards.params
+
+    def full_bytes() -> int:
+        storages = {p.param.untyped_storage()._cdata: p.param.untyped_storage() for p in engine.shards.params}
+        return sum(storage.nbytes() for storage in storages.values())
+
     widths = [engine.layout.padded(u) * 4 for u in range(len(engine.layout.units))]
     seen: list[int] = []
 
     def look(*_: Any) -> None:
-        seen.append(sum(p.param.untyped_storage().nbytes() for p in params))
+        seen.append(full_bytes())
 
     for block in engine.module.blocks:
         block.mlp.register_forward_hook(look)
@@ -125,9 +129,7 @@ def storages_during_a_step(rank: int, size: int, prefetch: int, release: str) ->
     for step in range(3):
         seen.clear()
         _step(engine, rank, size, step)
-        assert sum(p.param.untyped_storage().nbytes() for p in params) == 0, (
-            "full storages are left after a step"
-        )
+        assert full_bytes() == 0, "full storages are left after a step"
         declared = sum(engine.layout.padded(unit) for gather in engine.next_opening for unit in gather.units)
         assert engine.ledger.live_elements == declared, "more than the next step's first gathers is live"
         assert bool(declared) is (prefetch > 0)

@@ -89,8 +89,15 @@ def make_partitioned(param: nn.Parameter, on_read: Callable[[], None]) -> None:
 def make_plain(param: nn.Parameter) -> None:
     """Undo :func:`make_partitioned`."""
     if isinstance(param, PartitionedParameter):
+        plain = plain_class(param)
         del param.on_read
-        param.__class__ = next(c for c in type(param).__mro__[1:] if c is not PartitionedParameter)
+        param.__class__ = plain  # type: ignore[assignment]
+
+
+def plain_class(param: nn.Parameter) -> type[nn.Parameter]:
+    """The class that a partitioned parameter had before; with it as ``__class__`` reads are not reported, and cost nothing."""
+    mro = type(param).__mro__
+    return next(c for c in mro if issubclass(c, nn.Parameter) and not issubclass(c, PartitionedParameter))
 
 
 @cache

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from zerotune.config.errors import RunFailed, UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper, RankGroup, StepResult
 from zerotune.engine.meeting import meet, together
-from zerotune.models.access import AccessWatch, make_partitioned, make_plain
+from zerotune.models.access import AccessWatch, make_plain
 from zerotune.models.deferred import is_deferred, leave_meta, values_of
 from zerotune.models.units import LeafModules, cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
@@ -202,9 +201,8 @@ class ZeroEngine(CheckpointMixin):
         self._watcher = UseWatcher(module, uses, self._executor)
         self._managed = ManagedParameters(module, self.shards.params)
         self._loop_calls = LoopCalls(module, self.optimizer, self.zero_grad)
-        for param in self.shards.params:
-            if not param.persistent:
-                make_partitioned(param.param, partial(self._note_read, param))
+        for sharded in self.shards.units:
+            sharded.report_reads(self._note_read)
         self._is_spoiled = False
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self._weight_sum = 0.0

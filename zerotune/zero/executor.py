@@ -126,11 +126,9 @@ class Executor:
         if index is not None:
             assert current.schedule is not None
             self._do(current.schedule.actions[index], current.schedule.buckets)
-            needed = self._on_demand.needed(event)
-            if all(unit in self._gatherer.complete for unit in needed):
-                self._ledger.begin_use(phase, scope)
-                return
-        self._do(self._on_demand.before(event, self._gatherer.complete, self._gatherer.in_flight))
+        if index is None or not self._gatherer.complete.issuperset(self._on_demand.needed(event)):
+            self._do(self._on_demand.before(event, self._gatherer.complete, self._gatherer.in_flight))
+        self._gatherer.expose(units)
         self._ledger.begin_use(phase, scope)
 
     def exit(self, phase: Phase, scope: str, units: tuple[int, ...]) -> None:
@@ -138,11 +136,13 @@ class Executor:
         current = self._current(scope)
         event = Event(EventKind.EXIT, phase, scope, units)
         index = current.record(event, self._leave)
+        open_uses = self._open_everywhere()
+        self._gatherer.conceal(unit for unit in units if not open_uses.get(unit))
         if index is not None:
             assert current.schedule is not None
             self._do(current.schedule.actions[index], current.schedule.buckets)
             return
-        self._do(self._on_demand.after(event, self._gatherer.complete, self._open_everywhere()))
+        self._do(self._on_demand.after(event, self._gatherer.complete, open_uses))
 
     def on_access(self, unit: int) -> bool:
         """An operation is about to read a unit's parameters; off schedule only.
@@ -218,6 +218,7 @@ class Executor:
         Nothing is waited for here: on an error in one rank the others may never answer.
         """
         self._stop_watching()
+        self._gatherer.conceal(self._open_everywhere())
         self._passes.clear()
         self._nested_forwards = 0
         self._was_cut_short = True
@@ -288,12 +289,13 @@ class Executor:
 
     def _finish(self) -> None:
         current = self._passes.pop()
+        open_uses = self._open_everywhere()
+        self._gatherer.conceal(unit for unit in current.open_uses if not open_uses.get(unit))
         self.digests.append(current.digest())
         if self._passes:
             # Inside another pass: free only what that one does not use; its next entries gather what it misses.
-            open_units = self._open_everywhere()
             self._gatherer.release(
-                [unit for unit in sorted(self._gatherer.complete) if not open_units.get(unit)]
+                [unit for unit in sorted(self._gatherer.complete) if not open_uses.get(unit)]
             )
             return
         self._stop_watching()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from zerotune.engine import LedgerKeeper
 from zerotune.records import ByteClass
 from zerotune.zero.comm import Communicator, Work
 from zerotune.zero.pool import BufferPool
-from zerotune.zero.shards import ShardedParam, ShardStore
+from zerotune.zero.shards import ShardedParam, ShardedUnit, ShardStore
 
 
 @dataclass(eq=False)
@@ -79,6 +80,16 @@ class Gatherer:
             flight = self.in_flight.get(unit)
             if flight is not None:
                 self._land(flight)
+
+    def expose(self, units: Sequence[int]) -> None:
+        """A use of units begins: reads of them are none of our business until :meth:`conceal`."""
+        for unit in units:
+            self._shards.units[unit].expose()
+
+    def conceal(self, units: Iterable[int]) -> None:
+        """No use of units is open any more."""
+        for unit in units:
+            self._shards.units[unit].conceal()
 
     def release(self, units: Sequence[int]) -> None:
         """Free the full parameters of units that are complete."""
@@ -148,7 +159,7 @@ class Gatherer:
             self._ledger.add(ByteClass.FULL, shards.full_bytes)
             self._ledger.add_live(shards.flat.numel() * self._ranks)
             self.complete.add(unit)
-        with torch.profiler.record_function(f"zerotune::copy_out({', '.join(u.name for u in sharded)})"):
+        with _labelled("copy_out", sharded):
             _copy_out(
                 flight.buffer.view(self._ranks, -1)[:, flight.head :],
                 [size for unit in sharded for size in unit.slices],
@@ -167,6 +178,13 @@ class Gatherer:
         """Tags take memory but are no elements of parameters."""
         self._ledger.add(ByteClass.FULL, sign * buffer.nbytes)
         self._ledger.add_live(sign * (buffer.numel() - self._ranks * head))
+
+
+def _labelled(what: str, units: Sequence[ShardedUnit]) -> AbstractContextManager[object]:
+    """A label for torch's profiler, while it is on."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(f"zerotune::{what}({', '.join(u.name for u in units)})")
 
 
 def _copy_out(gathered: torch.Tensor, slices: list[int], rows: list[torch.Tensor]) -> None:

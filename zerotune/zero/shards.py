@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from zerotune.engine import LedgerKeeper
+from zerotune.models.access import make_partitioned, plain_class
 from zerotune.models.deferred import take_over, values_of
 from zerotune.models.units import Unit
 from zerotune.records import ByteClass
@@ -84,6 +86,7 @@ class ShardedUnit:
         self.slices = [p.slice for p in self.gathered]
         self.rows = [p.rows for p in self.gathered]
         self.full_bytes = sum(p.full_bytes for p in self.gathered)
+        self._classes: list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]] = []
 
     def allocate(self) -> None:
         """Restore the storage of the full parameters; what it holds then is arbitrary."""
@@ -92,6 +95,22 @@ class ShardedUnit:
     def free(self) -> None:
         """Free the storage of the full parameters."""
         self._storage.resize_(0)
+
+    def report_reads(self, to: Callable[[ShardedParam], None]) -> None:
+        """Report reads of the gathered parameters, but for those between :meth:`expose` and :meth:`conceal`."""
+        for param in self.gathered:
+            make_partitioned(param.param, partial(to, param))
+        self._classes = [(p.param, type(p.param), plain_class(p.param)) for p in self.gathered]
+
+    def expose(self) -> None:
+        """A use of the unit is open: its parameters are ordinary ones."""
+        for param, _, plain in self._classes:
+            param.__class__ = plain
+
+    def conceal(self) -> None:
+        """No use is open any more."""
+        for param, partitioned, _ in self._classes:
+            param.__class__ = partitioned
 
 
 class ShardStore:
