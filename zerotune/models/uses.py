@@ -168,10 +168,7 @@ class UseWatcher:
             if torch.is_grad_enabled():
                 # A leaf's hook may run before the last parameter's gradient is there (see [Note: recomputation]).
                 inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
-                if len(inputs) == 1:  # as the other, but cheaper
-                    inputs[0].register_hook(lambda grad: self._exit_backward(call))
-                elif inputs:
-                    register_multi_grad_hook(inputs, lambda grads: self._exit_backward(call), mode="all")
+                _when_all_have_grads(inputs, lambda grads: self._exit_backward(call))
 
         return before
 
@@ -229,6 +226,14 @@ class UseWatcher:
         while self._calls and self._calls[-1].phase is Phase.RECOMPUTE:
             call = self._calls.pop()
             self._listener.exit(call.phase, call.scope.name, call.units)
+
+
+def _when_all_have_grads(inputs: list[torch.Tensor], then: Callable[[Any], None]) -> None:
+    """Call a function in every backward pass once the gradients of all inputs are there; never for no inputs."""
+    if len(inputs) == 1:
+        inputs[0].register_hook(then)  # which costs a fifth of the other
+    elif inputs:
+        register_multi_grad_hook(inputs, then, mode="all")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

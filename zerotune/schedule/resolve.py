@@ -8,6 +8,11 @@ PERSISTENCE_LIMIT = 100_000
 """Largest default of ``param_persistence_threshold``: DeepSpeed's own default, in elements."""
 
 
+PREFETCH_BLOCKS = 2
+"""Default of ``prefetch_distance``: with one block, the link idles while the loss and the head run backward; with three the
+peak, which falls there, was higher than FSDP2's (docs/decisions.md)."""
+
+
 def resolve_knobs(knobs: Knobs, block: int) -> Knobs:
     """Replace every ``auto`` by its number.
 
@@ -20,7 +25,7 @@ def resolve_knobs(knobs: Knobs, block: int) -> Knobs:
     """
     numbers = {
         "allgather_bucket_size": block,
-        "prefetch_distance": block,
+        "prefetch_distance": PREFETCH_BLOCKS * block,
         "param_persistence_threshold": min(PERSISTENCE_LIMIT, block // 100),
         "reduce_bucket_size": block,
     }

@@ -87,7 +87,12 @@ def memory_use(engine: TunedEngine, device: torch.device, step: Callable[[], obj
     if device.type == "cuda":
         peak, peak_allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
     elif step is not None:
-        peak = peak_allocated = at_rest + allocation_peak(step)
+
+        def whole_step() -> None:
+            step()
+            engine.flush()  # what the step begins for the next one ends inside, too
+
+        peak = peak_allocated = at_rest + allocation_peak(whole_step)
     else:
         peak = peak_allocated = resident
     return MemoryUse(

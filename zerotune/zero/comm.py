@@ -19,7 +19,8 @@ are not parameters and are counted apart from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,20 @@ from zerotune.engine import LedgerKeeper, RankGroup
 from zerotune.engine.guard import TAG_ELEMENTS, install_guard
 from zerotune.engine.ledger import PendingCollective
 from zerotune.records import CollectiveKind
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """What begins inside is no event of torch's profiler: a collective that outlives the profiler tells it of its end when
+    it is gone, which ends the process in C++ (torch 2.13)."""
+    if not torch.autograd._profiler_enabled():
+        yield
+        return
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
 
 
 class Work:
@@ -120,7 +135,7 @@ class Communicator:
         """Assemble every rank's shard.
 
         Args:
-            output: Receives rank r's shard at ``[r * n, (r + 1) * n)``  # 1D
+            output: Receives rank r's shard at ``[r * n, (r + 1) * n)``; of a single rank it may be ``shard``  # 1D
             shard: This rank's n elements  # 1D
             purpose: For the ledger.
             units: For the ledger.
@@ -128,7 +143,8 @@ class Communicator:
         """
         pending, number = self._log(CollectiveKind.ALL_GATHER, purpose, units, output, head)
         if self._group.size == 1:
-            output.copy_(shard)
+            if output is not shard:
+                output.copy_(shard)
             return self._started(lambda: None, pending)
         if head:
             assert self._guard is not None
@@ -146,14 +162,15 @@ class Communicator:
         """Send row r to rank r: afterwards ``output`` holds row ``rank`` of every rank, in rank order.
 
         Args:
-            output: N rows  # 1D
+            output: N rows; of a single rank it may be ``rows``  # 1D
             rows: N rows  # 1D
             purpose: For the ledger.
             units: For the ledger.
         """
         pending, number = self._log(CollectiveKind.REDUCE_SCATTER, purpose, units, rows)
         if self._group.size == 1:
-            output.copy_(rows)
+            if output is not rows:
+                output.copy_(rows)
             return self._started(lambda: None, pending)
 
         def issue() -> dist.Work | None:

@@ -23,6 +23,7 @@ class _InFlight:
     work: Work
     buffer: torch.Tensor  # [N, H + W]: row r holds a tag, if any travels, and rank r's slices
     head: int  # H
+    is_own: bool  # whether the buffer was made for it
 
 
 class Gatherer:
@@ -63,14 +64,17 @@ class Gatherer:
         sharded = [self._shards.units[unit] for unit in wanted]
         width = sum(unit.flat.numel() for unit in sharded)
         head = self._comm.head_elements
-        buffer = self._pool.take(self._ranks * (head + width), self._dtype)
+        if self._ranks == 1 and len(sharded) == 1:
+            buffer = sharded[0].flat  # the shard is all there is to gather
+        else:
+            buffer = self._pool.take(self._ranks * (head + width), self._dtype)
         slices = [unit.flat for unit in sharded]
         if head:
             slices.insert(0, slices[0].new_empty(head))
         shard = slices[0] if len(slices) == 1 else torch.cat(slices)
         work = self._comm.all_gather(buffer, shard, purpose, [unit.name for unit in sharded], head)
-        self._count(buffer, head, 1)  # not before: if ranks diverged, nothing is in flight
-        flight = _InFlight(wanted, work, buffer, head)
+        flight = _InFlight(wanted, work, buffer, head, is_own=buffer is not shard)
+        self._count(flight, 1)  # not before: if ranks diverged, nothing is in flight
         for unit in wanted:
             self.in_flight[unit] = flight
 
@@ -170,14 +174,15 @@ class Gatherer:
     def _drop(self, flight: _InFlight, reuse: bool = True) -> None:
         for unit in flight.units:
             del self.in_flight[unit]
-        self._count(flight.buffer, flight.head, -1)
-        if reuse:
+        self._count(flight, -1)
+        if reuse and flight.is_own:
             self._pool.give(flight.buffer)
 
-    def _count(self, buffer: torch.Tensor, head: int, sign: int) -> None:
-        """Tags take memory but are no elements of parameters."""
-        self._ledger.add(ByteClass.FULL, sign * buffer.nbytes)
-        self._ledger.add_live(sign * (buffer.numel() - self._ranks * head))
+    def _count(self, flight: _InFlight, sign: int) -> None:
+        """Tags take memory but are no elements of parameters; a single rank's gather takes none, but is as scheduled."""
+        if flight.is_own:
+            self._ledger.add(ByteClass.FULL, sign * flight.buffer.nbytes)
+        self._ledger.add_live(sign * (flight.buffer.numel() - self._ranks * flight.head))
 
 
 def _labelled(what: str, units: Sequence[ShardedUnit]) -> AbstractContextManager[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,11 +33,13 @@ class _InFlight:
     """A bucket being reduced."""
 
     members: list[ShardedParam]
-    slices: list[torch.Tensor]  # where each member's sum will stand in ``summed``
     work: Work
     sent: torch.Tensor
-    received: torch.Tensor
-    summed: torch.Tensor  # [W]
+    received: torch.Tensor  # N rows to be summed, or their sum, [W]; the only rank's is what it sends
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return [self.sent] if self.received is self.sent else [self.sent, self.received]
 
 
 class Reducer:
@@ -141,15 +144,13 @@ class Reducer:
         sent = filling.rows.view(-1)
         members = list(filling.members.values())
         names = [param.name for param in members]
-        if self._comm.sums_in_exchange(self._dtype):
-            received = self._take(sent.numel(), self._dtype)
-            summed = self._take(width, torch.float32)
+        if self._ranks == 1 or self._comm.sums_in_exchange(self._dtype):
+            received = sent if self._ranks == 1 else self._take(sent.numel(), self._dtype)
             work = self._comm.exchange(received, sent, "gradient", names)
         else:
-            received = summed = self._take(width, torch.float32)
+            received = self._take(width, torch.float32)
             work = self._comm.reduce_scatter(received, sent, "gradient", names)
-        slices = list(summed.split([param.slice for param in members]))
-        self._in_flight.append(_InFlight(members, slices, work, sent, received, summed))
+        self._in_flight.append(_InFlight(members, work, sent, received))
 
     def drain(self, keep: int = 0) -> None:
         """Finish the oldest reductions until at most ``keep`` are in flight; none will finish if ranks diverged."""
@@ -157,8 +158,7 @@ class Reducer:
             if not self._comm.is_broken:
                 self._finish(self._in_flight[0])
             else:
-                gone = self._in_flight[0]
-                for buffer in {id(b): b for b in (gone.sent, gone.received, gone.summed)}.values():
+                for buffer in self._in_flight[0].buffers:
                     self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
             self._in_flight.popleft()
 
@@ -198,29 +198,65 @@ class Reducer:
 
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()
-        for unit in dict.fromkeys(param.ref.unit for param in reduction.members):
-            self._shards.make_grads(unit)
-        width = reduction.summed.numel()
-        if reduction.received is not reduction.summed:
-            _sum_rows(reduction.summed, reduction.received.view(self._ranks, width))
-        if self._replicate:
-            self._add_to_replicas(reduction)
+        width = sum(param.slice for param in reduction.members)
+        is_sum = reduction.received.numel() == width and self._ranks > 1
+        rows = reduction.received.view(-1, width)
+        units = None if is_sum else self._empty_units(reduction.members)
+        if units is not None:
+            self._sum_into(units, rows)
         else:
-            self._add([p.grad for p in reduction.members], reduction.slices, reduction.members)
-        self._give(reduction.sent)
-        self._give(reduction.summed)
-        if reduction.received is not reduction.summed:
-            self._give(reduction.received)
+            summed = rows[0]
+            if not is_sum:
+                summed = self._take(width, torch.float32)
+                _sum_rows(summed, rows)
+            for unit in dict.fromkeys(param.ref.unit for param in reduction.members):
+                self._shards.make_grads(unit)
+            if self._replicate:
+                self._add_to_replicas(summed, reduction.members)
+            else:
+                slices = summed.split([param.slice for param in reduction.members])
+                self._add([p.grad for p in reduction.members], slices, reduction.members)
+            if not is_sum:
+                self._give(summed)
+        for param in reduction.members:
+            param.has_grad = True
+        for buffer in reduction.buffers:
+            self._give(buffer)
 
-    def _add_to_replicas(self, reduction: _InFlight) -> None:
+    def _empty_units(self, members: Sequence[ShardedParam]) -> list[int] | None:
+        """The units whose parameters these are, if they are all that train, in order, and none has a gradient yet: then
+        the sum is the gradient, and needs no copy."""
+        if self._replicate or not self._shards.keeps_fp32_grads:
+            return None
+        units = list(dict.fromkeys(param.ref.unit for param in members))
+        whole = [param for unit in units for param in self._shards.units[unit].trainable]
+        if len(whole) != len(members) or any(self._shards.has_grads(unit) for unit in units):
+            return None
+        return units if all(map(operator.is_, whole, members)) else None
+
+    def _sum_into(self, units: Sequence[int], rows: torch.Tensor) -> None:
+        """Sum over ranks into the gradients of units that have none.
+
+        Args:
+            units: Whose slices stand in the rows one after the other.
+            rows: One row per rank  # [N, W]
+        """
+        start = 0
+        for unit in units:
+            grads = self._shards.make_grads(unit, zeros=False)
+            if grads is not None:
+                end = start + grads.numel()
+                _sum_rows(grads, rows[:, start:end])
+                start = end
+
+    def _add_to_replicas(self, summed: torch.Tensor, members: Sequence[ShardedParam]) -> None:
         """Stage 0: the other half of an all-reduce, so that every rank holds the whole sum."""
-        width = reduction.summed.numel()
+        width = summed.numel()
         everyone = self._take(self._ranks * width, torch.float32)
-        names = [param.name for param in reduction.members]
-        self._comm.all_gather(everyone, reduction.summed, "gradient", names).wait()
-        columns = everyone.view(self._ranks, width).split([p.slice for p in reduction.members], dim=1)
-        targets = [None if p.grad is None else p.grad.view(self._ranks, p.slice) for p in reduction.members]
-        self._add(targets, list(columns), reduction.members)
+        self._comm.all_gather(everyone, summed, "gradient", [param.name for param in members]).wait()
+        columns = everyone.view(self._ranks, width).split([p.slice for p in members], dim=1)
+        targets = [None if p.grad is None else p.grad.view(self._ranks, p.slice) for p in members]
+        self._add(targets, columns, members)
         self._give(everyone)
 
     def _add(
@@ -238,8 +274,6 @@ class Reducer:
             ]
             if pairs:
                 put([target for target, _ in pairs], [total for _, total in pairs])
-        for param in members:
-            param.has_grad = True
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self._pool.take(numel, dtype)

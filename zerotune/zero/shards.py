@@ -72,7 +72,7 @@ class ShardedUnit:
 
     Args:
         name: For the ledger.
-        params: All its parameters.
+        params: All its parameters; ``trainable`` those that get gradients now.
         flat: This rank's slices of the gathered (not persistent) ones, one after the other  # 1D
         full: These parameters, full and padded, one after the other; its storage comes and goes  # 1D
     """
@@ -86,6 +86,7 @@ class ShardedUnit:
         self.slices = [p.slice for p in self.gathered]
         self.rows = [p.rows for p in self.gathered]
         self.full_bytes = sum(p.full_bytes for p in self.gathered)
+        self.trainable: list[ShardedParam] = []
         self._classes: list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]] = []
 
     def allocate(self) -> None:
@@ -219,6 +220,8 @@ class ShardStore:
             param.trains = param.param.requires_grad
             # Full gradients that are summed over micro-batches have the dtype that gradients are kept in.
             param.param.grad_dtype = self._grad_dtype if self._sums_full_grads else self._dtype
+        for unit in self.units:
+            unit.trainable = [p for p in unit.params if p.trains]
 
     def forget_grads(self) -> None:
         """The step is over: nothing is summed any more, and gradients take no memory until the next reduction lands.
@@ -236,17 +239,38 @@ class ShardStore:
         """Gradients of the units that have any, in the order of units, one buffer each."""
         return [self._flat_grads[index] for index in sorted(self._flat_grads)]
 
-    def make_grads(self, index: int) -> None:
-        """One flat gradient buffer for a unit, zeros, and views of it per parameter, unless it is there."""
+    @property
+    def keeps_fp32_grads(self) -> bool:
+        """Whether reduced gradients are kept in fp32."""
+        return self._grad_dtype is torch.float32
+
+    def has_grads(self, index: int) -> bool:
+        """Whether a unit has its gradient buffer."""
+        return index in self._flat_grads
+
+    def make_grads(self, index: int, zeros: bool = True) -> torch.Tensor | None:
+        """One flat gradient buffer for a unit, and views of it per parameter, unless it is there.
+
+        Args:
+            index: Of the unit.
+            zeros: Whether it holds zeros, or what is arbitrary.
+
+        Returns:
+            The buffer; ``None`` if nothing of the unit trains  # 1D
+        """
         if index in self._flat_grads:
-            return
-        trainable = [p for p in self.units[index].params if p.trains]
+            return self._flat_grads[index]
+        trainable = self.units[index].trainable
         sizes = [p.master.numel() for p in trainable]
-        if sum(sizes):
-            flat = self._zeros(sum(sizes), self._grad_dtype, ByteClass.GRADIENT)
-            for param, piece in zip(trainable, flat.split(sizes), strict=True):
-                param.grad = piece
-            self._flat_grads[index] = flat
+        if not sum(sizes):
+            return None
+        make = torch.zeros if zeros else torch.empty
+        flat = make(sum(sizes), dtype=self._grad_dtype, device=self._device)
+        self._ledger.add(ByteClass.GRADIENT, flat.nbytes)
+        for param, piece in zip(trainable, flat.split(sizes), strict=True):
+            param.grad = piece
+        self._flat_grads[index] = flat
+        return flat
 
     def make_all_grads(self) -> None:
         """Gradient buffers for every unit."""
