@@ -310,7 +310,7 @@ class _Compiler:
         self.state = _State()
         self.cursor = 0  # first need that has neither been issued nor found to be kept
         self.kept: dict[int, int] = {}  # unit that is only kept -> event of its next use
-        self.farthest: list[tuple[int, int]] = []  # heap of (-event, unit) over them, and over some that no longer are
+        self.farthest: list[tuple[int, int]] = []  # heap of (-event, unit), with some that are kept no more
         for index, event in enumerate(self.trace.events):
             if event.kind is EventKind.ENTER:
                 self._enter(index, event.units, event.phase)
