@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 
-from zerotune.config.check import batch_plan
+from zerotune.config.check import BatchPlan, batch_plan
 from zerotune.config.errors import RunFailed, UsageError
 from zerotune.config.schema import JobConfig
 from zerotune.engine.group import RankGroup
@@ -127,7 +127,6 @@ class _Bench:
             torch.cuda.set_device(device)
         self.group = RankGroup.default(device)
         train = spec.job.train
-        self.plan = batch_plan(train.global_batch_size, self.group.size, train.micro_batch_size)
         self.data = build_data(spec.job.data, spec.job.model, train.seed, train.global_batch_size)
         self.loops: dict[str, Loop] = {}
         self.parameters = describe(spec.job).parameters
@@ -161,7 +160,10 @@ class _Bench:
                     module, job.train.activation_checkpointing, leaf_modules=job.train.leaf_modules
                 )
                 engine = self._peer(name, module, job)
-        return Loop(job, engine, self.data, self.group, self.plan)
+        return Loop(job, engine, self.data, self.group, self._plan(job))
+
+    def _plan(self, job: JobConfig) -> BatchPlan:
+        return batch_plan(job.train.global_batch_size, self.group.size, job.train.micro_batch_size)
 
     def _peer(self, name: str, module: nn.Module, job: JobConfig) -> Any:
         if name == COMPUTE:
@@ -173,10 +175,11 @@ class _Bench:
                 f"{name} is compared in fp32 only, not in {job.train.precision}",
                 "each library casts in other places: the losses would differ",
             )
+        plan = self._plan(job)
         setup = PeerSetup(
             optimizer_factory(job.train.optimizer),
-            self.plan.accumulation,
-            self.plan.micro_batch_size,
+            plan.accumulation,
+            plan.micro_batch_size,
             job.train.clip_norm,
         )
         return build_peer(name, module, setup, self.group)
