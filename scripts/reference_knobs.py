@@ -61,9 +61,8 @@ class Turn:
 BLOCK = 790_000  # elements of a block, about
 TURNS = (
     Turn("stage", "2", ("sent -", "collectives -", "peak +")),
-    Turn("stage", "0", ("peak +", "live =")),
-    Turn("unit_size", "7M", ("collectives -", "live +", "peak +")),
-    Turn("unit_size", "200k", ("sent =", "peak =")),
+    Turn("stage", "0", ("peak +",)),
+    Turn("unit_size", "200k", ("collectives +", "sent ="), ("zero.allgather_bucket_size=200k",)),
     Turn(
         "allgather_bucket_size", str(4 * BLOCK), ("collectives -", "sent ="), (f"zero.prefetch_distance={4 * BLOCK}",)
     ),

@@ -51,7 +51,7 @@ def test_engines_in_turns_over_a_link(tmp_path: Path) -> None:
                 "1",
             ),
             *("--engines", "ddp,zerotune,zerotune:keep,fsdp2", "--variant", "keep=zero.release=keep"),
-            *("--plot", "plot.html", "--json"),
+            *("--set", "model.gpt.d_model=48", "--plot", "plot.html", "--json"),
         ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
