@@ -168,7 +168,9 @@ class UseWatcher:
             if torch.is_grad_enabled():
                 # A leaf's hook may run before the last parameter's gradient is there (see [Note: recomputation]).
                 inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
-                if inputs:
+                if len(inputs) == 1:  # the common case, for which a hook need not hold the graph, nor count
+                    inputs[0].register_hook(lambda grad: self._exit_backward(call))
+                elif inputs:
                     register_multi_grad_hook(inputs, lambda grads: self._exit_backward(call), mode="all")
 
         return before
