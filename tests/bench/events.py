@@ -18,6 +18,7 @@ import pstats
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,34 +100,47 @@ def events_of(engine: zerotune.ZeroEngine) -> int:
     return max(sum(1 for event in schedule.trace.events if event.units) for schedule in engine.schedules)
 
 
+class Spent(NamedTuple):
+    """What a function cost per event, µs, without what it calls; how often it was called."""
+
+    cost: float
+    calls: float
+    name: str
+
+
 def profile(step: Callable[[], None], steps: int, events: int) -> list[str]:
     """Microseconds per event of every function of ours, and of what it calls outside of the package."""
-    profiler = cProfile.Profile(time.process_time)
+    profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(steps):
         step()
     profiler.disable()
     stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
-    scale = 1e6 / steps / events
-    own, called = [], 0.0
+    scale = 1 / steps / events
+    own, called = [], []
     for (file, line, name), (_, calls, total, _, callers) in stats.items():
         if file.startswith(str(PACKAGE)):
-            own.append(
-                (total * scale, calls / steps / events, f"{Path(file).relative_to(PACKAGE)}:{line} {name}")
-            )
-        else:
-            called += sum(
-                spent[2] * scale
-                for (caller, _, _), spent in callers.items()
-                if caller.startswith(str(PACKAGE))
-            )
-    own.sort(reverse=True)
-    return [
-        f"  under the profiler: {sum(cost for cost, _, _ in own):.1f} µs of Python per event in functions of the package, "
-        f"{called:.1f} µs in what they call",
-        "  µs per event   calls per event   function",
-        *(f"  {cost:12.2f}   {calls:15.2f}   {name}" for cost, calls, name in own[:SHOWN]),
+            place = f"{Path(file).relative_to(PACKAGE)}:{line} {name}"
+            own.append(Spent(total * scale * 1e6, calls * scale, place))
+            continue
+        ours = [spent for (caller, _, _), spent in callers.items() if caller.startswith(str(PACKAGE))]
+        if ours:  # without what these call in turn
+            cost, times = sum(spent[2] for spent in ours), sum(spent[0] for spent in ours)
+            called.append(Spent(cost * scale * 1e6, times * scale, name))
+    return [*_table("functions of the package", own), *_table("what they call", called)]
+
+
+def _table(title: str, spent: list[Spent]) -> list[str]:
+    lines = [
+        "",
+        f"{title}: {sum(each.cost for each in spent):.1f} µs per event under the profiler",
+        "  µs per event   calls per event",
     ]
+    lines += [
+        f"  {each.cost:12.2f}   {each.calls:15.2f}   {each.name}"
+        for each in sorted(spent, reverse=True)[:SHOWN]
+    ]
+    return lines
 
 
 def main() -> None:
