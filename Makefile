@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test lint unit faults fuzz matrix lock figures clean
+.PHONY: setup demo test lint unit faults fuzz matrix bench lock figures clean
 
 setup: $(READY)
 
@@ -44,6 +44,12 @@ matrix: $(READY)
 # Random modules under random knobs; `make test` has a fixed set of them, this takes FUZZ_EXAMPLES new ones (500).
 fuzz: $(READY)
 	$(BIN)/python -m pytest -m fuzz
+
+# What the engine itself costs, on a quiet machine: one rank against plain PyTorch, a unit event, compiling a schedule.
+bench: $(READY)
+	$(BIN)/python -m tests.bench.n1
+	$(BIN)/python -m tests.bench.events
+	$(BIN)/python -m tests.bench.compile
 
 # Resolve the newest versions that pyproject.toml allows are kept as they are installed now.
 lock: $(READY)

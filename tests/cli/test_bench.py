@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zerotune.cli.main import run
-from zerotune.cluster.shaped_link import bits_per_second
+from zerotune.cluster.shaped_link import bits_per_second, shaped_link, sweep
 from zerotune.config.errors import UsageError
 
 MODEL = """
@@ -51,7 +51,7 @@ def test_engines_in_turns_over_a_link(tmp_path: Path) -> None:
                 "1",
             ),
             *("--engines", "ddp,zerotune,zerotune:keep,fsdp2", "--variant", "keep=zero.release=keep"),
-            *("--plot", "plot.html", "--json"),
+            *("--set", "model.gpt.d_model=48", "--plot", "plot.html", "--json"),
         ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
@@ -76,6 +76,55 @@ def test_engines_in_turns_over_a_link(tmp_path: Path) -> None:
     assert "zerotune:keep" in (tmp_path / "plot.html").read_text()
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     assert f"zt{os.getpid()}" not in left
+    for name in ("zerotune", "zerotune:keep"):
+        figures = engines[name]
+        assert figures["collectives"] == sum(flow["count"] for flow in figures["flows"].values())
+        assert figures["sent_bytes"] == sum(flow["sent_bytes"] for flow in figures["flows"].values())
+        assert figures["exposed_s"] > 0 and figures["hidden_s"] > 0
+        assert 0 < figures["peak_live_elements"] <= 2.1 * parameters
+    assert engines["zerotune:keep"]["collectives"] < engines["zerotune"]["collectives"]
+    assert "flows" not in engines["ddp"]
+
+
+HOLD = """
+import sys, time
+from zerotune.cluster.shaped_link import shaped_link
+with shaped_link(1e9):
+    print("made", flush=True)
+    time.sleep(60)
+"""
+
+
+def namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    return {line.split()[0] for line in listed.splitlines()}
+
+
+@pytest.mark.skipif(not can_make_namespaces(), reason="no right to make network namespaces")
+def test_what_a_killed_driver_left_goes_with_the_next(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    drivers = [
+        subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True, env=env)
+        for _ in range(2)
+    ]
+    dead, living = ({f"zt{driver.pid}n{i}" for i in range(2)} for driver in drivers)
+    try:
+        for driver in drivers:
+            assert driver.stdout is not None and driver.stdout.readline() == "made\n"
+        drivers[0].kill()
+        drivers[0].wait()
+        assert dead | living <= namespaces()
+        with shaped_link(1e9) as hosts:
+            own = {host.namespace for host in hosts}
+            assert own | living <= namespaces() and not dead & namespaces()
+        assert living <= namespaces() and not own & namespaces()
+    finally:
+        for driver in drivers:
+            driver.kill()
+            driver.wait()
+            driver.stdout.close()  # type: ignore[union-attr]
+        sweep()
+    assert not living & namespaces()
 
 
 @pytest.mark.parametrize(

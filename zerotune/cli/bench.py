@@ -75,7 +75,8 @@ def bench(
     job = load(model, sets or [], {}).job
     names = _names(engines)
     jobs = {
-        f"zerotune:{name}": _variant(job, model, what) for name, what in _variants(variants or []).items()
+        f"zerotune:{name}": _variant(job, model, sets or [], what)
+        for name, what in _variants(variants or []).items()
     }
     for name in names:
         if name.startswith("zerotune:") and name not in jobs:
@@ -118,12 +119,12 @@ def _variants(given: list[str]) -> dict[str, str]:
     return pairs
 
 
-def _variant(job: JobConfig, model: Path, what: str) -> JobConfig:
+def _variant(job: JobConfig, model: Path, sets: list[str], what: str) -> JobConfig:
     """The workload of ``job`` with the knobs of another file, or with some of them set."""
     from zerotune.config.load import load_job
 
     if "=" in what:
-        return load_job(model, what.split(",")).job
+        return load_job(model, [*sets, *what.split(",")]).job
     knobs = load_job(Path(what), []).job.knobs
     return job.with_knobs(
         knobs | {"micro_batch_size": job.train.micro_batch_size}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -20,11 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from zerotune.config.errors import ResourceError, RunFailed, UsageError
 
 T = TypeVar("T")
 
 RANKS = 2
+_OURS = re.compile(r"\b(zt(\d+)[nv]\d)\b")
+"""Namespaces and interfaces, and the process that made them."""
+
 _LINE = 200
 """Characters of a rank's last line of log that an error quotes."""
 
@@ -44,6 +50,32 @@ class Host:
     ip: str
 
 
+def sweep() -> list[str]:
+    """Remove what a driver that was killed left behind: namespaces and interfaces whose name carries its process.
+
+    A process that was given the number of a dead driver keeps that driver's for as long as it runs.
+
+    Returns:
+        Names of what is gone now.
+    """
+    gone = []
+    for kind, listing in (("netns", ("ip", "netns", "list")), ("link", ("ip", "-o", "link", "show"))):
+        listed = subprocess.run(listing, capture_output=True, text=True, check=False).stdout
+        for name, owner in _OURS.findall(listed):
+            if int(owner) != os.getpid() and _is_alive(int(owner)):
+                continue
+            if not subprocess.run(["ip", kind, "del", name], capture_output=True, check=False).returncode:
+                gone.append(name)
+    return gone
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @contextmanager
 def shaped_link(bits_per_s: float) -> Iterator[tuple[Host, Host]]:
     """Two namespaces and the link between them; both are gone afterwards.
@@ -56,7 +88,8 @@ def shaped_link(bits_per_s: float) -> Iterator[tuple[Host, Host]]:
     """
     if shutil.which("ip") is None or shutil.which("tc") is None:
         raise ResourceError("--link needs the commands ip and tc", "install iproute2")
-    tag = f"zt{os.getpid() % 100_000}"
+    sweep()
+    tag = f"zt{os.getpid()}"
     net = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
     hosts = tuple(Host(f"{tag}n{i}", f"{tag}v{i}", f"{net}.{i + 1}") for i in range(RANKS))
     try:

@@ -135,6 +135,15 @@ def to_rank_zero(group: RankGroup, value: T) -> list[T] | None:
     return values
 
 
+def all_of(group: RankGroup, value: T) -> list[T]:
+    """Every rank's value in rank order, on every rank; values must be picklable."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.process_group)
+    return values
+
+
 def from_rank_zero(group: RankGroup, values: list[T] | None) -> T:
     """Rank r's value of the list that rank 0 gives."""
     if group.size == 1:

@@ -231,7 +231,7 @@ class UseWatcher:
 def _when_all_have_grads(inputs: list[torch.Tensor], then: Callable[[Any], None]) -> None:
     """Call a function in every backward pass once the gradients of all inputs are there; never for no inputs."""
     if len(inputs) == 1:
-        inputs[0].register_hook(then)  # which costs a fifth of the other
+        inputs[0].register_hook(then)  # it need not count, nor hold the graph, and costs a fifth of the other
     elif inputs:
         register_multi_grad_hook(inputs, then, mode="all")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from zerotune.records.base import Record
+from zerotune.records.flow import Flow
 from zerotune.records.measurement import Interval, MemoryUse
 
 PEERS = ("ddp", "fsdp2", "fsdp2:keep", "fsdp2:async", "deepspeed", "deepspeed:scaled")
@@ -23,6 +24,7 @@ class EngineFigures(Record):
         final_loss: Loss of the last step, the mean over ranks.
         sent_bytes: Bytes that one rank sends in a step: counted for ``zerotune``, by the documentation for peers.
         limit_s: No step can take less: the larger of ``compute`` and the bytes at the measured rate of the link.
+        flows: What the collectives of one step cost, by purpose; empty for peers, which keep no ledger.
     """
 
     name: str
@@ -32,6 +34,27 @@ class EngineFigures(Record):
     final_loss: float
     sent_bytes: float = 0.0
     limit_s: float | None = None
+    flows: list[Flow] = Field(default_factory=list)
+
+    @property
+    def collectives(self) -> int:
+        """Collectives of a step."""
+        return sum(flow.count for flow in self.flows)
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of a step that collectives ran beside compute, one after the other."""
+        return sum(flow.hidden_s for flow in self.flows)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that a step stood still for collectives."""
+        return sum(flow.exposed_s for flow in self.flows)
+
+    @property
+    def peak_live_elements(self) -> int | None:
+        """Largest number of live elements over ranks."""
+        return max((use.peak_live_elements for use in self.memory), default=None)
 
     @property
     def peak_memory_bytes(self) -> int | None:

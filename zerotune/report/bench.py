@@ -24,6 +24,7 @@ def bench_table(report: BenchReport) -> Sheet:
         Column("95 %", **figure),
         Column("peak memory", **figure),
         Column("sent a step", **figure),
+        Column("hidden, exposed ms", **figure),
         Column("limit ms", **figure),
         Column("over its limit", **figure),
         Column(f"{ours} / it", **figure),
@@ -45,6 +46,7 @@ def _cells(row: EngineFigures, report: BenchReport, ours: str) -> list[str]:
         f"[{time.low * 1e3:.1f}, {time.high * 1e3:.1f}]",
         "" if row.peak_memory_bytes is None else memory(row.peak_memory_bytes),
         memory(int(row.sent_bytes)) if row.sent_bytes else "",
+        f"{row.hidden_s * 1e3:.0f}, {row.exposed_s * 1e3:.0f}" if row.flows else "",
         "" if row.limit_s is None or own_limit is None else f"{row.limit_s * 1e3:.1f}",
         "" if own_limit is None else _ratio(own_limit),
         "" if ratio is None else _ratio(ratio),
@@ -70,6 +72,7 @@ def bench_lines(report: BenchReport) -> list[Text]:
         Text(
             "compute: the same step without communication; limit: the larger of compute and the bytes at that rate"
         ),
+        Text("hidden: collectives under way beside compute, summed; exposed: what one step stood still for"),
     ]
 
 
@@ -91,6 +94,7 @@ def bench_document(report: BenchReport) -> dict[str, Any]:
                 "peak_memory_bytes": row.peak_memory_bytes,
                 "sent_bytes": row.sent_bytes,
                 "limit_s": row.limit_s,
+                **_ledger_figures(row),
                 "final_loss": row.final_loss,
             }
             for row in report.engines
@@ -98,6 +102,27 @@ def bench_document(report: BenchReport) -> dict[str, Any]:
         "ratios": {
             name: {"median": ratio.value, "low": ratio.low, "high": ratio.high}
             for name, ratio in report.ratios.items()
+        },
+    }
+
+
+def _ledger_figures(row: EngineFigures) -> dict[str, Any]:
+    """What the ledger of one step says of an engine of ours; nothing for others, which keep none."""
+    if not row.flows:
+        return {}
+    return {
+        "collectives": row.collectives,
+        "hidden_s": row.hidden_s,
+        "exposed_s": row.exposed_s,
+        "peak_live_elements": row.peak_live_elements,
+        "flows": {
+            flow.purpose: {
+                "count": flow.count,
+                "sent_bytes": flow.sent_bytes,
+                "hidden_s": flow.hidden_s,
+                "exposed_s": flow.exposed_s,
+            }
+            for flow in row.flows
         },
     }
 

@@ -1,7 +1,6 @@
 """Why a step takes the time and the memory that it does: questions and answers, from its ledgers alone.
 
-Exposed is what a collective was waited for; hidden is the time between its issue and that wait, in which it ran beside
-compute (or was long done). Findings name what stands out, worst first, and the knob that would change it; a healthy
+Findings name what stands out, worst first, and the knob that would change it; a healthy
 step has none.
 """
 
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 
 from zerotune.records import ByteClass, CollectiveEntry, Ledger
 from zerotune.records.base import Record
+from zerotune.records.flow import Flow, exposed_s, flows_of
 
 EXPOSED_SHARE = 0.15
 """Share of a step that may stand still for one purpose before it is a finding."""
@@ -25,36 +25,6 @@ HUGE_SHARE = 0.5
 
 IDLE_SHARE = 0.25
 """Share of the step's byte-seconds of full parameters that may lie between last use and release."""
-
-_TITLES = {
-    "forward": "AllGather in forward",
-    "backward": "AllGather in backward",
-    "access": "AllGather on access",
-    "gradient": "ReduceScatter",
-    "refresh": "persistent refresh",
-}
-
-
-class Flow(Record):
-    """All collectives of one purpose in one step, on the rank where they were exposed most.
-
-    Attributes:
-        title: In words.
-        purpose: As the ledger has it.
-        count: How many.
-        sent_bytes: What a rank sent.
-        exposed_s: What the step stood still for.
-        hidden_s: What ran beside compute.
-        longest: The collectives that were waited for longest: units and seconds.
-    """
-
-    title: str
-    purpose: str
-    count: int
-    sent_bytes: int
-    exposed_s: float
-    hidden_s: float
-    longest: list[tuple[str, float]]
 
 
 class Held(Record):
@@ -123,7 +93,7 @@ def explain(ledgers: Sequence[Ledger]) -> Explanation | None:
     peaks = [_peak(ledger) for ledger in ledgers]
     worst = max(range(len(ledgers)), key=lambda rank: peaks[rank][0])
     peak_bytes, at_peak, when = peaks[worst]
-    flows = _flows(ledgers)
+    flows = flows_of(ledgers)
     held = _held(ledgers[worst], len(ledgers))
     step_s = max(steps)
     return Explanation(
@@ -184,32 +154,6 @@ def _live_at(ledger: Ledger, when: float) -> list[str]:
     return [unit for unit, lives in _lives(ledger).items() if any(b <= when < e for b, _, e in lives)]
 
 
-def _flows(ledgers: Sequence[Ledger]) -> list[Flow]:
-    purposes = dict.fromkeys(entry.purpose for ledger in ledgers for entry in ledger.collectives)
-    return [
-        max((_flow(ledger, purpose) for ledger in ledgers), key=lambda flow: flow.exposed_s)
-        for purpose in purposes
-    ]
-
-
-def _flow(ledger: Ledger, purpose: str) -> Flow:
-    entries = [entry for entry in ledger.collectives if entry.purpose == purpose]
-    longest = sorted(entries, key=_exposed, reverse=True)[:3]
-    return Flow(
-        title=_TITLES.get(purpose, purpose),
-        purpose=purpose,
-        count=len(entries),
-        sent_bytes=sum(entry.sent_bytes for entry in entries),
-        exposed_s=sum(map(_exposed, entries)),
-        hidden_s=sum(max(0.0, entry.waited_s - entry.issued_s) for entry in entries),
-        longest=[(", ".join(entry.units[:3]), _exposed(entry)) for entry in longest],
-    )
-
-
-def _exposed(entry: CollectiveEntry) -> float:
-    return max(0.0, entry.done_s - entry.waited_s)
-
-
 def _held(ledger: Ledger, ranks: int) -> list[Held]:
     """Per unit, with the uses of its own scope; a unit whose scope has none was used by another's."""
     sizes: dict[str, float] = {}
@@ -253,7 +197,7 @@ def _slow_rank(ledgers: Sequence[Ledger], step_s: float) -> Finding | None:
     """Everybody waits for the slow rank, which itself hardly waits."""
     if len(ledgers) < 2:
         return None
-    waits = [sum(map(_exposed, ledger.collectives)) for ledger in ledgers]
+    waits = [sum(map(exposed_s, ledger.collectives)) for ledger in ledgers]
     slow = min(range(len(ledgers)), key=waits.__getitem__)
     others = statistics.median(wait for rank, wait in enumerate(waits) if rank != slow)
     gap = others - waits[slow]
@@ -336,7 +280,7 @@ def _huge_unit(ledgers: Sequence[Ledger]) -> Finding | None:
     unit, size = max(sizes.items(), key=lambda pair: pair[1])
     if size < HUGE_SHARE * total:
         return None
-    waited = max((_exposed(e) for e in _gathers(ledgers[0]) if unit in e.units), default=0.0)
+    waited = max((exposed_s(e) for e in _gathers(ledgers[0]) if unit in e.units), default=0.0)
     return Finding(
         cost_s=waited,
         text=f"one unit is huge: {unit} has {size:,} of {total:,} gathered elements",

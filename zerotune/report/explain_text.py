@@ -6,7 +6,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from zerotune.records import ByteClass
-from zerotune.report.explain import Explanation, Flow, Held
+from zerotune.records.flow import Flow
+from zerotune.report.explain import Explanation, Held
 from zerotune.report.format import memory, milliseconds
 from zerotune.report.printing import Sheet
 

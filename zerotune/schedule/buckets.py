@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from zerotune.schedule.layout import Layout, ParamRef
 
@@ -62,8 +64,8 @@ def fill_buckets(
     placements: list[list[Placement]] = []
     for placed in where:
         groups: list[Placement] = []
-        for bucket in dict.fromkeys(index for index, _ in placed):
-            refs = tuple(ref for index, ref in placed if index == bucket)
+        for bucket, members in groupby(placed, key=itemgetter(0)):  # in ascending order
+            refs = tuple(ref for _, ref in members)
             left[bucket] -= len(refs)
             groups.append((bucket, refs, left[bucket] == 0))
         placements.append(groups)

@@ -13,9 +13,12 @@ Gathers are issued in the order of use, so the order of collectives is a functio
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import heapq
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -102,7 +105,7 @@ class Schedule:
         return sum(layout.param_padded(ref) for bucket in self.reductions() for ref in bucket.params)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Need:
     """One entry event's need of one unit's weights.
 
@@ -117,7 +120,7 @@ class _Need:
     is_first: bool = True
 
 
-@dataclass
+@dataclass(slots=True)
 class _State:
     live: int = 0
     promised: int = 0  # storage that gathers in flight will take when they are copied out
@@ -147,7 +150,20 @@ def compile_schedule(trace: Trace, knobs: Knobs, layout: Layout, reduces: bool =
     """
     if not knobs.is_resolved:
         raise ValueError("knobs must be resolved before a schedule is compiled")
-    return _Compiler(trace, knobs, layout).compile(reduces)
+    with _not_collecting():
+        return _Compiler(trace, knobs, layout).compile(reduces)
+
+
+@contextmanager
+def _not_collecting() -> Iterator[None]:
+    """Python's collector stands still: all that is made here is kept, and looking through it takes a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Compiler:
@@ -156,12 +172,16 @@ class _Compiler:
         self.knobs = knobs
         self.layout = layout
         self.persistent = layout.persistent_units
+        self.numel = [layout.numel(unit) for unit in range(len(layout.units))]
+        self.padded = [layout.padded(unit) for unit in range(len(layout.units))]
         self.needs: list[_Need] = []
         self.needs_at: list[range] = []  # per event, indices into needs
         self.need_events: dict[int, list[int]] = {}  # unit -> events that need it, ascending
         self.need_index: dict[tuple[int, int], int] = {}
-        self.savings: list[Saving] = []
         self.opening: list[Action] = []
+        self.numel_before: list[int] = [0]  # elements of all needs before each
+        self.savings: list[Saving | None] = []  # ``None`` where one was taken back
+        self.kept_savings: dict[int, list[int]] = {}  # unit -> where in savings it is kept, ascending
         self.actions: list[list[Action]] = [[] for _ in trace.events]
         self.drops: list[list[int]] = [[] for _ in trace.events]  # units dropped at each exit, by policy
 
@@ -179,7 +199,7 @@ class _Compiler:
             actions=tuple(tuple(step) for step in self.actions),
             at_end=tuple(at_end),
             buckets=buckets,
-            savings=tuple(self.savings),
+            savings=tuple(saving for saving in self.savings if saving is not None),
             peak_live=self.state.peak_live,
             peak_ahead=self.state.peak_ahead,
         )
@@ -205,6 +225,7 @@ class _Compiler:
                     self.need_index[index, unit] = len(self.needs)
                     events = self.need_events.setdefault(unit, [])
                     self.needs.append(_Need(index, unit, is_first=not events))
+                    self.numel_before.append(self.numel_before[-1] + self.numel[unit])
                     events.append(index)
                 if event.phase is Phase.BACKWARD:
                     for unit in event.units:
@@ -213,7 +234,12 @@ class _Compiler:
             self.needs_at.append(range(start, len(self.needs)))
 
     def _save(self, unit: int, reason: str) -> None:
-        self.savings.append(Saving(unit, reason, self.layout.padded(unit)))
+        if reason != SavingReason.NO_WEIGHTS_IN_BACKWARD:
+            self.kept_savings.setdefault(unit, []).append(len(self.savings))
+        self.savings.append(Saving(unit, reason, self.padded[unit]))
+
+    def _padded(self, units: Sequence[int]) -> int:
+        return self.padded[units[0]] if len(units) == 1 else sum(self.padded[unit] for unit in units)
 
     def _next_need(self, unit: int, after: int) -> int | None:
         events = self.need_events.get(unit, [])
@@ -270,11 +296,8 @@ class _Compiler:
         if policy == ReleasePolicy.KEEP:
             return SavingReason.KEPT
         if policy == ReleasePolicy.REUSE and self.knobs.max_reuse_distance is not None:
-            used = sum(
-                self.layout.numel(self.needs[need].unit)
-                for need in range(self.needs_at[index].stop, self.needs_at[following].start)
-            )
-            if used <= self.knobs.max_reuse_distance:
+            begin, end = self.needs_at[index].stop, self.needs_at[following].start
+            if self.numel_before[end] - self.numel_before[begin] <= self.knobs.max_reuse_distance:
                 return SavingReason.KEPT
         return None
 
@@ -295,6 +318,7 @@ class _Compiler:
         self.cursor = 0  # first need that has neither been issued nor found to be kept
         self.kept: dict[int, int] = {}  # unit that is only kept -> event of its next use
         self.leaving: set[int] = set()  # dropped at this event, unless a prefetch would bring it back at once
+        self.farthest: list[tuple[int, int]] = []  # heap of (-event, unit), with some that are kept no more
         self._prefetch(-1, self.opening)
         for index, event in enumerate(self.trace.events):
             if event.kind is EventKind.ENTER:
@@ -313,14 +337,14 @@ class _Compiler:
             if unit not in self.persistent:
                 state.open_uses[unit] = state.open_uses.get(unit, 0) + 1
         if missing:
-            size = 2 * sum(self.layout.padded(u) for u in missing)
+            size = 2 * self._padded(missing)
             self._make_room(size, until=None, step=step)
             for bucket in self._split(missing):
                 self._issue(bucket, Reason.DEMAND, phase, step)
         for unit in needed:
             if unit in state.unused:
                 state.unused.discard(unit)
-                state.ahead -= self.layout.numel(unit)
+                state.ahead -= self.numel[unit]
         self.cursor = max(self.cursor, self.needs_at[index].stop)
         self._prefetch(index, step)
         waited = tuple(u for u in needed if u in state.bucket_of)
@@ -335,7 +359,7 @@ class _Compiler:
         buckets: list[list[int]] = []
         size = 0
         for unit in units:
-            numel = self.layout.numel(unit)
+            numel = self.numel[unit]
             if buckets and size + numel <= limit:
                 buckets[-1].append(unit)
                 size += numel
@@ -357,8 +381,9 @@ class _Compiler:
         for unit in units:
             if unit in state.complete and not state.open_uses.get(unit) and unit not in state.unused:
                 following = self._next_need(unit, index)
-                if following is not None:
+                if following is not None and self.kept.get(unit) != following:
                     self.kept[unit] = following
+                    heapq.heappush(self.farthest, (-following, unit))
         self._make_room(
             0, until=None, step=step
         )  # what the open units were allowed beyond the bound ends here
@@ -376,25 +401,24 @@ class _Compiler:
         for unit in units:
             self.state.complete.discard(unit)
             self.kept.pop(unit, None)
-            self.state.live -= self.layout.padded(unit)
+            self.state.live -= self.padded[unit]
 
     def _stays(self, need: _Need, distance: int) -> bool:
         """Do not drop a unit whose gather would be issued at this very event: the copy that leaves is the one that it
         would bring. It counts as ahead of use from here on, as that gather would."""
         state = self.state
-        numel = self.layout.numel(need.unit)
+        numel, padded = self.numel[need.unit], self.padded[need.unit]
         if state.ahead and state.ahead + numel > distance:
             return False
-        if not self._make_room(
-            self.layout.padded(need.unit), until=need.event, step=self.actions[need.free_after]
-        ):
+        if not self._make_room(padded, until=need.event, step=self.actions[need.free_after]):
             return False
         self.leaving.discard(need.unit)
         need.kept_from_before = True
         self._save(need.unit, SavingReason.WITHIN_DISTANCE)
         state.complete.add(need.unit)
         state.unused.add(need.unit)
-        state.live += self.layout.padded(need.unit)
+        state.live += padded
+        state.peak_live = max(state.peak_live, state.live)
         state.ahead += numel
         state.peak_ahead = max(state.peak_ahead, state.ahead)
         return True
@@ -402,7 +426,7 @@ class _Compiler:
     def _issue(self, units: tuple[int, ...], reason: Reason, phase: Phase, step: list[Action]) -> None:
         state = self.state
         step.append(Gather(units, reason, phase.value))
-        size = sum(self.layout.padded(u) for u in units)
+        size = self._padded(units)
         state.live += size
         state.promised += size
         state.peak_live = max(state.peak_live, state.live)
@@ -415,7 +439,7 @@ class _Compiler:
         if unit not in state.bucket_of:
             return
         units = state.bucket_of[unit]
-        size = sum(self.layout.padded(u) for u in units)
+        size = self._padded(units)
         state.peak_live = max(state.peak_live, state.live + size)
         state.promised -= size
         for member in units:
@@ -440,34 +464,38 @@ class _Compiler:
         excess = state.live + state.promised + size - limit
         if excess <= 0:
             return True
-        victims: list[int] = []
-        for unit in sorted(self.kept, key=lambda u: (-self.kept[u], u)):
-            if excess <= 0 or (until is not None and self.kept[unit] <= until):
-                break
-            victims.append(unit)
-            excess -= self.layout.padded(unit)
+        victims: dict[int, int] = {}  # unit -> event of its next use
+        while excess > 0 and self.farthest:
+            event, unit = -self.farthest[0][0], self.farthest[0][1]
+            if self.kept.get(unit) == event and unit not in victims:
+                if until is not None and event <= until:
+                    break
+                victims[unit] = event
+                excess -= self.padded[unit]
+            heapq.heappop(self.farthest)
         fits = excess <= 0
         if victims and (fits or until is None):
-            for unit in victims:
-                need = self.need_index[self.kept[unit], unit]
+            for unit, event in victims.items():
+                need = self.need_index[event, unit]
                 self.needs[need].kept_from_before = False
                 self.needs[need].free_after = -1
                 self.cursor = min(self.cursor, need)
                 self._unsave(unit)
-            self._drop(victims, step)
+            self._drop(tuple(victims), step)
+        else:
+            for unit, event in victims.items():
+                heapq.heappush(self.farthest, (-event, unit))
         return fits
 
     def _unsave(self, unit: int) -> None:
-        for position in range(len(self.savings) - 1, -1, -1):
-            saving = self.savings[position]
-            if saving.unit == unit and saving.reason != SavingReason.NO_WEIGHTS_IN_BACKWARD:
-                del self.savings[position]
-                return
+        positions = self.kept_savings.get(unit)
+        if positions:
+            self.savings[positions.pop()] = None
 
     def _prefetch(self, index: int, step: list[Action]) -> None:
         """Issue the next gathers ahead of use, in the order of use, as far as the bounds admit."""
         distance = int(self.knobs.prefetch_distance)
-        if distance == 0:
+        if distance == 0 or self.cursor == len(self.needs):
             return
         while True:
             bucket = self._next_bucket(index, distance)
@@ -475,19 +503,19 @@ class _Compiler:
                 return
             units = tuple(self.needs[n].unit for n in bucket)
             last = self.needs[bucket[-1]].event
-            size = 2 * sum(self.layout.padded(u) for u in units)
+            size = 2 * self._padded(units)
             if not self._make_room(size, until=last, step=step):
                 if len(bucket) == 1:
                     return
                 bucket = bucket[:1]
                 units = units[:1]
-                size = 2 * self.layout.padded(units[0])
+                size = 2 * self.padded[units[0]]
                 if not self._make_room(size, until=self.needs[bucket[0]].event, step=step):
                     return
             state = self.state
             self._issue(units, Reason.PREFETCH, self.trace.events[self.needs[bucket[0]].event].phase, step)
             state.unused.update(units)
-            state.ahead += sum(self.layout.numel(u) for u in units)
+            state.ahead += sum(self.numel[unit] for unit in units)
             state.peak_ahead = max(state.peak_ahead, state.ahead)
             self.cursor = bucket[-1] + 1
 
@@ -517,20 +545,22 @@ class _Compiler:
                 continue
             if need.unit in state.bucket_of:
                 break
-            numel = self.layout.numel(need.unit)
+            numel = self.numel[need.unit]
             if bucket and size + numel > limit:
                 break
             bucket.append(position)
             chosen.add(need.unit)
             size += numel
             position += 1
+            if state.ahead + size > distance:
+                break  # more of them would change nothing below
         if not bucket or state.ahead + size <= distance:
             return bucket
         if state.ahead:
             return []
         # Nothing is ahead: issue what fits, or one larger unit, so that communication always has a head start.
         while len(bucket) > 1 and size > distance:
-            size -= self.layout.numel(self.needs[bucket.pop()].unit)
+            size -= self.numel[self.needs[bucket.pop()].unit]
         return bucket
 
     # ------------------------------------------------------------------------------------------- reductions

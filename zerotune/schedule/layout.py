@@ -47,7 +47,7 @@ class UnitSize:
         return sum(param.numel for param in self.params)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ParamRef:
     """A parameter by the index of its unit and its index within the unit."""
 

@@ -15,17 +15,20 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 
-from zerotune.config.check import batch_plan
+from zerotune.config.check import BatchPlan, batch_plan
 from zerotune.config.errors import RunFailed, UsageError
 from zerotune.config.schema import JobConfig
 from zerotune.engine.group import RankGroup
+from zerotune.engine.meeting import all_of
 from zerotune.engine.protocol import StepResult
 from zerotune.models.build import build_model
 from zerotune.models.deferred import deferred
+from zerotune.models.recompute import recompute_blocks
 from zerotune.peers import PeerSetup, build_peer
 from zerotune.records import Ledger
 from zerotune.records.base import Record
 from zerotune.records.bench import PEERS, BenchReport, EngineFigures
+from zerotune.records.flow import Flow, flows_of
 from zerotune.train import memory
 from zerotune.train.context import RankContext
 from zerotune.train.data import build_data
@@ -40,6 +43,9 @@ OURS = "zerotune"
 COMPUTE = "compute"
 LOSS_TOLERANCE = 1e-4
 """Relative difference of the losses of two engines above which they do not train the same."""
+
+_LEDGER_STEPS = 3
+"""Steps whose ledgers are kept; what collectives cost is that of the one in the middle."""
 
 _PROBE_BYTES = 4 * 2**20
 _IN_FLIGHT = 4
@@ -124,7 +130,6 @@ class _Bench:
             torch.cuda.set_device(device)
         self.group = RankGroup.default(device)
         train = spec.job.train
-        self.plan = batch_plan(train.global_batch_size, self.group.size, train.micro_batch_size)
         self.data = build_data(spec.job.data, spec.job.model, train.seed, train.global_batch_size)
         self.loops: dict[str, Loop] = {}
         self.parameters = describe(spec.job).parameters
@@ -154,8 +159,14 @@ class _Bench:
                 engine: Any = make_engine(job, module, self.group)
             else:
                 module = build_model(job.model, job.train.seed)
+                recompute_blocks(
+                    module, job.train.activation_checkpointing, leaf_modules=job.train.leaf_modules
+                )
                 engine = self._peer(name, module, job)
-        return Loop(job, engine, self.data, self.group, self.plan)
+        return Loop(job, engine, self.data, self.group, self._plan(job))
+
+    def _plan(self, job: JobConfig) -> BatchPlan:
+        return batch_plan(job.train.global_batch_size, self.group.size, job.train.micro_batch_size)
 
     def _peer(self, name: str, module: nn.Module, job: JobConfig) -> Any:
         if name == COMPUTE:
@@ -167,10 +178,11 @@ class _Bench:
                 f"{name} is compared in fp32 only, not in {job.train.precision}",
                 "each library casts in other places: the losses would differ",
             )
+        plan = self._plan(job)
         setup = PeerSetup(
             optimizer_factory(job.train.optimizer),
-            self.plan.accumulation,
-            self.plan.micro_batch_size,
+            plan.accumulation,
+            plan.micro_batch_size,
             job.train.clip_norm,
         )
         return build_peer(name, module, setup, self.group)
@@ -214,7 +226,8 @@ class _Bench:
         compute = times[COMPUTE]
         figures, ratios = [], {}
         for name, loop in self.loops.items():
-            sent = self._sent_bytes(name, loop)
+            flows = self._flows(loop) if name.startswith(OURS) else []
+            sent = self._sent_bytes(name, loop, flows)
             limits = [max(own, sent / rate if rate else 0.0) for own in compute]
             uses = []
             if name != COMPUTE:
@@ -232,6 +245,7 @@ class _Bench:
                     final_loss=final[name],
                     sent_bytes=sent,
                     limit_s=statistics.median(limits),
+                    flows=flows,
                 )
             )
         first = self.spec.engines[0]
@@ -250,16 +264,24 @@ class _Bench:
             steps_per_round=self.spec.steps_per_round,
         )
 
-    def _sent_bytes(self, name: str, loop: Loop) -> float:
+    def _flows(self, loop: Loop) -> list[Flow]:
+        """What the collectives of a typical step cost, over all ranks."""
+        engine: Any = loop.engine
+        mine: list[Ledger] = []
+        for _ in range(_LEDGER_STEPS):
+            engine.begin_ledger()
+            loop.take_step()
+            mine.append(engine.end_ledger())
+        everyone = all_of(self.group, mine)
+        steps = [flows_of(ledgers) for ledgers in zip(*everyone, strict=True)]
+        return sorted(steps, key=lambda flows: sum(flow.exposed_s for flow in flows))[_LEDGER_STEPS // 2]
+
+    def _sent_bytes(self, name: str, loop: Loop, flows: list[Flow]) -> float:
         size = self.group.size
         if name == COMPUTE:
             return 0.0
         if name.startswith(OURS):
-            engine: Any = loop.engine
-            engine.begin_ledger()
-            loop.take_step()
-            ledger: Ledger = engine.end_ledger()
-            return float(sum(entry.sent_bytes for entry in ledger.collectives))
+            return float(sum(flow.sent_bytes for flow in flows))
         peer: Any = loop.engine
         return 4.0 * peer.elements_per_step * self.parameters * (size - 1) / size
 

@@ -1,0 +1,181 @@
+"""What one unit event costs beside the work: a model of many tiny units, with the engine and without.
+
+    python -m tests.bench.events [--blocks 200] [--rounds 10]
+
+A unit event is an entry to or an exit from a unit's use, in forward or in backward: four per unit and step. The
+difference of the times of forward and backward, over the number of events, holds our Python and the calls of torch
+that it makes (gathers and copies of tiny tensors, on a group of one). The profile says which function takes it; a
+profiler makes Python slower, so that its shares count, not its sums. Times are the processor's, and of all steps the
+shortest, so that other processes count least. The bar is 20 µs of our own Python per event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import zerotune
+from zerotune.engine import RankGroup
+
+WIDTH = 16
+WARMUP_STEPS = 4
+SHOWN = 25
+PACKAGE = Path(zerotune.__file__).parent
+
+
+class Chain(nn.Module):
+    """Blocks of one small matrix each.
+
+    Args:
+        blocks: How many.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.mean()
+
+
+class Timed:
+    """Forward and backward, then the optimizer, each timed by itself.
+
+    Attributes:
+        passes_s: Forward and backward of every step.
+        updates_s: The rest of every step.
+    """
+
+    def __init__(self, passes: Callable[[], None], update: Callable[[], object]) -> None:
+        self._passes = passes
+        self._update = update
+        self.passes_s: list[float] = []
+        self.updates_s: list[float] = []
+
+    def step(self) -> None:
+        started = time.process_time()
+        self._passes()
+        between = time.process_time()
+        self._update()
+        self.passes_s.append(between - started)
+        self.updates_s.append(time.process_time() - between)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+
+
+def plain(blocks: int, x: Tensor) -> Timed:
+    """Without the engine."""
+    module = Chain(blocks)
+    optimizer = adamw(module)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Timed(lambda: module(x).backward(), update)
+
+
+def ours(blocks: int, x: Tensor) -> tuple[Timed, zerotune.ZeroEngine]:
+    """With the engine, on a group of one."""
+    module = Chain(blocks)
+    engine = zerotune.ZeroEngine(module, adamw(module), group=RankGroup(None, 0, 1, torch.device("cpu")))
+    return Timed(lambda: engine.backward(engine(x)), engine.step), engine
+
+
+def events_of(engine: zerotune.ZeroEngine) -> int:
+    """Events of units in a step."""
+    return max(sum(1 for event in schedule.trace.events if event.units) for schedule in engine.schedules)
+
+
+class Spent(NamedTuple):
+    """What a function cost per event, µs, without what it calls; how often it was called."""
+
+    cost: float
+    calls: float
+    name: str
+
+
+def profile(step: Callable[[], None], steps: int, events: int) -> list[str]:
+    """Microseconds per event of every function of ours, and of what it calls outside of the package."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(steps):
+        step()
+    profiler.disable()
+    stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    scale = 1 / steps / events
+    own, called = [], []
+    for (file, line, name), (_, calls, total, _, callers) in stats.items():
+        if file.startswith(str(PACKAGE)):
+            place = f"{Path(file).relative_to(PACKAGE)}:{line} {name}"
+            own.append(Spent(total * scale * 1e6, calls * scale, place))
+            continue
+        ours = [spent for (caller, _, _), spent in callers.items() if caller.startswith(str(PACKAGE))]
+        if ours:  # without what these call in turn
+            cost, times = sum(spent[2] for spent in ours), sum(spent[0] for spent in ours)
+            called.append(Spent(cost * scale * 1e6, times * scale, name))
+    return [*_table("functions of the package", own), *_table("what they call", called)]
+
+
+def _table(title: str, spent: list[Spent]) -> list[str]:
+    lines = [
+        "",
+        f"{title}: {sum(each.cost for each in spent):.1f} µs per event under the profiler",
+        "  µs per event   calls per event",
+    ]
+    lines += [
+        f"  {each.cost:12.2f}   {each.calls:15.2f}   {each.name}"
+        for each in sorted(spent, reverse=True)[:SHOWN]
+    ]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=3, help="per round")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x = torch.randn(1, WIDTH)
+    without, (with_it, engine) = plain(options.blocks, x), ours(options.blocks, x)
+    for each in (without, with_it):
+        for _ in range(WARMUP_STEPS):
+            each.step()
+        each.passes_s.clear()
+        each.updates_s.clear()
+    gc.collect()
+    for number in range(options.rounds):
+        for each in (without, with_it) if number % 2 == 0 else (with_it, without):
+            for _ in range(options.steps):
+                each.step()
+    events = events_of(engine)
+    passes = min(with_it.passes_s) - min(without.passes_s)
+    updates = min(with_it.updates_s) - min(without.updates_s)
+    params = sum(1 for _ in engine.module.parameters())
+    print(f"{options.blocks} units, {events} unit events in a step")
+    print(
+        f"forward and backward: {passes * 1e3:.2f} ms more than plain, {passes / events * 1e6:.1f} µs per event"
+    )
+    print(f"step(): {updates * 1e3:.2f} ms more than plain, {updates / params * 1e6:.1f} µs per parameter")
+    print("\n".join(profile(with_it.step, 3, events)))
+
+
+if __name__ == "__main__":
+    main()
