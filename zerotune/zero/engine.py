@@ -24,7 +24,16 @@ from zerotune.models.deferred import is_deferred, leave_meta, values_of
 from zerotune.models.units import LeafModules, cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
 from zerotune.records import ByteClass, Ledger
-from zerotune.schedule import Layout, ParamRef, ParamSize, Schedule, UnitSize, resolve_knobs, slice_bounds
+from zerotune.schedule import (
+    Layout,
+    ParamRef,
+    ParamSize,
+    ReleasePlan,
+    Schedule,
+    UnitSize,
+    resolve_knobs,
+    slice_bounds,
+)
 from zerotune.zero.checkpointing import CheckpointMixin
 from zerotune.zero.comm import Communicator
 from zerotune.zero.executor import Executor
@@ -38,6 +47,7 @@ from zerotune.zero.optimizer import (
     regroup,
     shard_optimizer,
 )
+from zerotune.zero.planning import Planner, plans_release
 from zerotune.zero.pool import BufferPool
 from zerotune.zero.precision import DtypeChoice, Precision, PrecisionName
 from zerotune.zero.reducer import Reducer
@@ -137,6 +147,7 @@ class ZeroEngine(CheckpointMixin):
         self._is_loaded = {p for name, p in module.named_parameters(remove_duplicate=False) if name in loaded}
         refuse_what_cannot_work(module, self.group.device)
         self.knobs = resolve_knobs(knobs or Knobs(), largest_block(module, leaf_modules))
+        is_planned = plans_release(self.knobs)
         self._is_replicated = self.knobs.stage == 0
         self._accumulates_locally = accumulate == "local" or self.knobs.stage == 1
 
@@ -189,7 +200,8 @@ class ZeroEngine(CheckpointMixin):
         self.optimizer = shard_optimizer(optimizer, self.shards.trainable, self._slice_of)
         self._optimizer_bytes = 0
         uses = {unit.module: (unit.label, (index,)) for index, unit in enumerate(self._units)}
-        self._watcher = UseWatcher(module, uses, self._executor)
+        self._planner = self._make_planner() if is_planned else None
+        self._watcher = UseWatcher(module, uses, self._planner or self._executor)
         self._managed = ManagedParameters(module, self.shards.params)
         self._loop_calls = LoopCalls(module, self.optimizer, self.zero_grad)
         for param in self.shards.params:
@@ -298,6 +310,8 @@ class ZeroEngine(CheckpointMixin):
         self._scaler.update(is_skipped, weight / self.group.size)
         self.steps += 1
         self._note_skip(result, numbers)
+        if self._planner is not None:
+            self._planner.after_step()
         return result
 
     def zero_grad(self) -> None:
@@ -429,6 +443,8 @@ class ZeroEngine(CheckpointMixin):
 
     def close(self) -> None:
         """Take the hooks off the module and drop all storage; the module is left without parameters' values."""
+        if self._planner is not None:
+            self._planner.close()
         self._watcher.remove()
         self._executor.reset()
         self._pool.flush()
@@ -574,6 +590,31 @@ class ZeroEngine(CheckpointMixin):
         ]
         self.layout = Layout(tuple(units), self.group.size)
         self._executor.use_layout(self.layout)
+
+    def _make_planner(self) -> Planner:
+        return Planner(
+            self._executor,
+            self._comm,
+            self.group,
+            self.knobs,
+            (self._dtype.itemsize, self.dtypes.reduce.itemsize),
+            not self._accumulates_locally,
+            self._use_plan,
+            self._flushed_bytes,
+        )
+
+    def _use_plan(self, plan: ReleasePlan) -> None:
+        """Go on with a choice for every unit, between steps; units that become persistent are gathered for good."""
+        for unit in sorted(plan.persistent - self._executor.plan.persistent):
+            self._gatherer.gather((unit,), "persist")
+            self._gatherer.wait((unit,))
+            self._gatherer.keep_for_good(unit)
+        self.layout = plan.layout(self.layout)
+        self._executor.use_plan(plan, self.layout)
+
+    def _flushed_bytes(self) -> int:
+        self.flush()
+        return sum(self.at_rest().values())
 
     def _update(self, factor: float, unused: set[ParamRef]) -> None:
         """Let the optimizer update the masters, and every copy follow.

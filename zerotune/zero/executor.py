@@ -27,6 +27,8 @@ from zerotune.schedule import (
     Reason,
     Reduce,
     Release,
+    ReleasePlan,
+    Schedule,
     Wait,
 )
 from zerotune.zero.gatherer import Gatherer
@@ -75,6 +77,7 @@ class Executor:
         self._is_acting = False
         self._was_cut_short = False
         self.window_position = 0
+        self.plan = ReleasePlan.of_knobs(knobs, len(layout.units))
         self.digests: list[str] = []
         self.use_layout(layout)
 
@@ -82,12 +85,20 @@ class Executor:
         """Go on with other sizes or flags: what was recorded under the old ones no longer holds."""
         self.layout = layout
         self._on_demand = OnDemand(self._knobs, layout)
-        self.book = ScheduleBook(self._knobs, layout, self._reduces_in_pass)
+        self.book = ScheduleBook(self._knobs, layout, self._reduces_in_pass, self.plan)
         for current in self._passes:
             if current.schedule is not None:
                 current.schedule = None
                 self._reducer.abandon()
             current.is_regular = False
+
+    def use_plan(self, plan: ReleasePlan, layout: Layout) -> None:
+        """Go on with another choice for every unit, between passes; recorded orders hold on."""
+        assert self.is_idle
+        self.plan = plan
+        self.layout = layout
+        self._on_demand = OnDemand(self._knobs, layout)
+        self.book = self.book.under(plan, layout)
 
     # ------------------------------------------------------------------------------------- what hooks report
 
@@ -212,6 +223,13 @@ class Executor:
         if self._was_cut_short:
             self._was_cut_short = False
             self._gatherer.release_all()
+
+    @property
+    def position(self) -> tuple[Schedule, int] | None:
+        """The schedule that the latest event was on, and the event's index; ``None`` if it was on none."""
+        if not self._passes or self._passes[-1].schedule is None:
+            return None
+        return self._passes[-1].schedule, self._passes[-1].next_event - 1
 
     @property
     def is_idle(self) -> bool:
