@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.predict.strategies import blocks, links, measured, profile_of
 from tests.schedule.strategies import layouts, nested_traces, plain_trace
 from zerotune.config.knobs import Knobs
-from zerotune.predict import Choice, choose, replay
+from zerotune.predict import Choice, Predictor, choose, replay
 from zerotune.records import Link, Profile
 from zerotune.schedule import Layout, ReleasePlan, Schedule, compile_schedule
 
@@ -172,10 +172,8 @@ def test_many_units_fill_the_room(units: int) -> None:
 
 def predicted(step: Step, plan: ReleasePlan) -> Choice:
     """What is predicted of one plan, by the predictor that chooses."""
-    from zerotune.predict.choose import _Predictor
-
     schedule, profile, knobs, layout = step
-    return _Predictor([schedule], profile, knobs, layout, reduces=True)(plan)
+    return Predictor([schedule], profile, knobs, layout)(plan)
 
 
 def kept_or_released(units: int) -> list[ReleasePlan]:

@@ -80,7 +80,7 @@ def test_precision_and_accumulation(settings: dict[str, Any]) -> None:
 
 def test_steps_that_differ_are_no_example() -> None:
     """Evaluations in between put the choice off; the same ones on every rank, and bits stay."""
-    common = {"irregular": (3, 5, 6), "steps": 20}
+    common = {"irregular": (3, 5, 6), "steps": 24}
     plain = run_on_ranks(2, _train_with, {"prefetch_distance": 6000}, common, limit=LIMIT_S)
     found = run_on_ranks(2, _train_with, planned(GENEROUS), common, limit=LIMIT_S)
     assert_same_bits(found, plain)

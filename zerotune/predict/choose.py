@@ -4,8 +4,9 @@ What a plan costs and needs is read off a replay of the schedules it gives. Ever
 a plan too, and is looked at first, so that by prediction none that fits is better than what is chosen. Few units are
 searched through; for many, plans of a regular shape are tried and the best of them improved unit by unit.
 
-Bytes at an event are those that were measured there, less the live elements of the schedule that was followed, plus
-those of the one in question.
+Bytes at an event are those that were measured there, less the live elements of the schedule that was followed and the
+units that persisted, plus those of the plan in question. Seconds are scaled so that what was followed is predicted to
+take what it took.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def choose(
     layout: Layout,
     budget: int,
     reduces: bool = True,
+    followed: ReleasePlan | None = None,
     most_plans: int = MOST_PLANS,
 ) -> Choice | None:
     """Choose for every unit.
@@ -63,24 +65,31 @@ def choose(
         schedules: What was followed when the profile was taken, in the order of its passes.
         profile: Of one step, with bytes.
         knobs: Resolved knobs.
-        layout: The model's units; those that are persistent already stay so.
+        layout: The model's units, without what a plan makes persistent.
         budget: Bytes that the allocator may hold at most.
         reduces: Whether passes reduce their gradients.
+        followed: The plan of these schedules; by default every unit was released after use.
         most_plans: Plans tried at most.
 
     Returns:
         The fastest plan that fits; of equals the one that needs least. The same on every rank that gives the same
         arguments. ``None`` if not even releasing everything fits.
     """
-    search = _Search(_Predictor(schedules, profile, knobs, layout, reduces), budget, most_plans)
-    return search.run()
+    predict = Predictor(schedules, profile, knobs, layout, reduces, followed)
+    return _Search(predict, budget, most_plans).run()
 
 
-class _Predictor:
-    """Seconds and bytes of a step under any plan."""
+class Predictor:
+    """Seconds and bytes of a step under any plan; arguments as for :func:`choose`."""
 
     def __init__(
-        self, schedules: Sequence[Schedule], profile: Profile, knobs: Knobs, layout: Layout, reduces: bool
+        self,
+        schedules: Sequence[Schedule],
+        profile: Profile,
+        knobs: Knobs,
+        layout: Layout,
+        reduces: bool = True,
+        followed: ReleasePlan | None = None,
     ) -> None:
         self.layout = layout
         self.traces = [schedule.trace for schedule in schedules]
@@ -88,49 +97,59 @@ class _Predictor:
         self._profile = profile
         self._knobs = knobs
         self._reduces = reduces
-        followed = [
-            replay(schedule, layout, one.compute_s, profile)
+        plan = followed or ReleasePlan()
+        actual = plan.layout(layout)
+        replays = [
+            replay(schedule, actual, one.compute_s, profile)
             for schedule, one in zip(schedules, profile.passes, strict=True)
         ]
-        known = sum(r.seconds * one.count for r, one in zip(followed, profile.passes, strict=True))
-        self._rest_s = max(profile.step_s - known, 0.0)
-        self._others = [self._other_bytes(r, one) for r, one in zip(followed, profile.passes, strict=True)]
+        known_s = self._refresh_s(plan)
+        known_s += sum(r.seconds * one.count for r, one in zip(replays, profile.passes, strict=True))
+        self._rest_s = max(profile.step_s - known_s, 0.0)
+        self._scale = min(profile.step_s / known_s, 1.0) if known_s else 1.0
+        self._persisted = self._persistent_bytes(plan)
+        self._others = [self._other_bytes(r, one) for r, one in zip(replays, profile.passes, strict=True)]
+
+    def _persistent_bytes(self, plan: ReleasePlan) -> int:
+        return sum(self.layout.padded(unit) for unit in plan.persistent) * self._profile.gather_itemsize
 
     def _other_bytes(self, followed: Replay, one: PassProfile) -> list[tuple[int, int]]:
-        """For each event, bytes beside live elements: during its actions, and in the compute after them."""
-        size = self._profile.gather_itemsize
+        """For each event, bytes beside full parameters: during its actions, and in the compute after them."""
+        size, persisted = self._profile.gather_itemsize, self._persisted
         others: list[tuple[int, int]] = []
         before = 0
         for load, acting, computing in zip(
             followed.loads, one.acting_bytes, one.computing_bytes, strict=False
         ):
-            after = computing - load.live * size
+            after = computing - load.live * size - persisted
             # When within its actions an event held most is not known: no less than before and after them.
-            others.append((max(acting - load.acting_live * size, before, after), after))
+            others.append((max(acting - load.acting_live * size - persisted, before, after), after))
             before = after
         return others
 
     def __call__(self, plan: ReleasePlan) -> Choice:
         layout = plan.layout(self.layout)
         size = self._profile.gather_itemsize
-        persistent = sum(self.layout.padded(unit) for unit in plan.persistent) * size
-        seconds = self._rest_s + self._refresh_s(persistent)
+        persistent = self._persistent_bytes(plan)
+        seconds = self._refresh_s(plan)
         peak = 0
         for followed, one, others in zip(self._followed, self._profile.passes, self._others, strict=True):
             schedule = compile_schedule(followed.trace, self._knobs, layout, self._reduces, plan)
             found = replay(schedule, layout, one.compute_s, self._profile)
             seconds += found.seconds * one.count
-            if schedule.actions == followed.actions:
+            if schedule.actions == followed.actions and persistent == self._persisted:
                 peak = max((peak, *one.acting_bytes, *one.computing_bytes))  # as measured
                 continue
             for load, (acting, computing) in zip(found.loads, others, strict=False):
-                peak = max(peak, acting + load.acting_live * size, computing + load.live * size)
+                most = max(acting + load.acting_live * size, computing + load.live * size)
+                peak = max(peak, most + persistent)
             if others:  # the refresh after the step has a gather buffer for all of them
-                peak = max(peak, others[-1][1] + persistent)
-        return Choice(plan, seconds, peak + persistent)
+                peak = max(peak, others[-1][1] + 2 * persistent)
+        return Choice(plan, seconds * self._scale + self._rest_s, peak)
 
-    def _refresh_s(self, nbytes: int) -> float:
+    def _refresh_s(self, plan: ReleasePlan) -> float:
         """Seconds that gathering persistent parameters once a step takes; nothing runs beside it."""
+        nbytes = self._persistent_bytes(plan)
         if not nbytes or self.layout.ranks == 1:
             return 0.0
         link = self._profile.link
@@ -150,7 +169,7 @@ class _Predictor:
 
 
 class _Search:
-    def __init__(self, predict: _Predictor, budget: int, most_plans: int) -> None:
+    def __init__(self, predict: Predictor, budget: int, most_plans: int) -> None:
         self._predict = predict
         self._budget = budget
         self._left = most_plans

@@ -581,6 +581,12 @@ class ZeroEngine(CheckpointMixin):
         self, param: Callable[[ParamRef, ParamSize], ParamSize], unit: Callable[[int, UnitSize], UnitSize]
     ) -> None:
         """Go on with a layout whose parameters and units are changed by two functions."""
+        self.layout = self._layout_with(param, unit)
+        self._executor.use_layout(self.layout)
+
+    def _layout_with(
+        self, param: Callable[[ParamRef, ParamSize], ParamSize], unit: Callable[[int, UnitSize], UnitSize]
+    ) -> Layout:
         units = [
             unit(
                 index,
@@ -588,8 +594,7 @@ class ZeroEngine(CheckpointMixin):
             )
             for index, size in enumerate(self.layout.units)
         ]
-        self.layout = Layout(tuple(units), self.group.size)
-        self._executor.use_layout(self.layout)
+        return Layout(tuple(units), self.group.size)
 
     def _make_planner(self) -> Planner:
         return Planner(
@@ -605,11 +610,17 @@ class ZeroEngine(CheckpointMixin):
 
     def _use_plan(self, plan: ReleasePlan) -> None:
         """Go on with a choice for every unit, between steps; units that become persistent are gathered for good."""
-        for unit in sorted(plan.persistent - self._executor.plan.persistent):
+        now = self._executor.plan.persistent
+        for unit in sorted(now - plan.persistent):
+            self._gatherer.end_keeping(unit)
+        for unit in sorted(plan.persistent - now):
             self._gatherer.gather((unit,), "persist")
             self._gatherer.wait((unit,))
             self._gatherer.keep_for_good(unit)
-        self.layout = plan.layout(self.layout)
+        self.layout = self._layout_with(
+            lambda ref, size: replace(size, persistent=self.shards[ref].persistent),
+            lambda index, size: size,
+        )
         self._executor.use_plan(plan, self.layout)
 
     def _flushed_bytes(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from statistics import fmean, median
 from typing import Any
@@ -37,10 +37,13 @@ logger = logging.getLogger(__name__)
 TIMED_STEPS = 2
 """Steps timed in line, and as many as usual."""
 
-MOST_CHECKS = 3
+LOOKS = 2
+"""Steps in which the allocator is looked at; the least counts, for garbage in cycles may wait in one of them."""
+
+MOST_CHECKS = 2
 """How often a plan may turn out to need more than its budget before everything is released after use."""
 
-SETTLING_STEPS = 2 + 2 * TIMED_STEPS + 1 + MOST_CHECKS
+SETTLING_STEPS = 2 + 2 * TIMED_STEPS + LOOKS + MOST_CHECKS * LOOKS
 """Optimizer steps from the first until the choice is final, if all of them run alike."""
 
 MOST_IRREGULAR = 20
@@ -145,9 +148,11 @@ class Planner:
         self._is_regular = True
         self._began_s = 0.0
         self._orders: list[Schedule] = []  # of the passes of the steps that are profiled
+        self._layout = executor.layout  # without what a plan makes persistent
         self._times: dict[_Stage, dict[str, _Times]] = {_Stage.ALONE: {}, _Stage.BESIDE: {}}
         self._step_s: list[float] = []
         self._usual_s = 0.0
+        self._held: list[int] = []  # interval by interval, of the looks so far
         self._profile: Profile | None = None
         self._choice: Choice | None = None
 
@@ -242,6 +247,7 @@ class Planner:
         orders = [one.schedule for one in self._passes]
         is_fine = self._is_regular and bool(orders) and all(one.is_whole for one in self._passes)
         if self._stage is not _Stage.RECORD:
+            is_fine &= self._executor.layout == self._executor.plan.layout(self._layout)
             is_fine &= [one.trace.digest for one in orders] == [one.trace.digest for one in self._orders]
         return all(row[0] for row in self._group.gather_numbers([float(is_fine)]))
 
@@ -262,12 +268,13 @@ class Planner:
             return
         match self._stage:
             case _Stage.RECORD:
+                self._layout = self._executor.layout
                 self._stage, self._left = _Stage.ALONE, TIMED_STEPS
             case _Stage.ALONE:
                 self._stage, self._left = _Stage.BESIDE, TIMED_STEPS
             case _Stage.BESIDE:
                 self._agree_on_times()
-                self._stage, self._left = _Stage.MEMORY, 1
+                self._stage, self._left = _Stage.MEMORY, LOOKS
             case _Stage.MEMORY:
                 self._choose()
             case _Stage.CHECK:
@@ -332,7 +339,7 @@ class Planner:
         )
 
     def _agree_on_bytes(self, held: list[int] | None) -> bool:
-        """Put the largest rank's bytes into the profile; false if some rank could not look."""
+        """Put the largest rank's bytes into the profile, the least of all looks; false if some rank could not look."""
         assert self._profile is not None
         acting: dict[str, list[int]] = {}
         computing: dict[str, list[int]] = {}
@@ -343,6 +350,9 @@ class Planner:
         if any(row[0] < 0 for row in rows):
             return False
         most = [int(max(column)) for column in zip(*rows, strict=True)]
+        if self._left < LOOKS:
+            most = [min(pair) for pair in zip(most, self._held, strict=True)]
+        self._held = list(most)
         # An interval begins before and one after the actions of each event. What came before the first event counts
         # with what came after the last: nothing is live there.
         most[-1] = max(most[0], most[-1])
@@ -371,20 +381,22 @@ class Planner:
         """Choose with what is known, and go on with the plan."""
         assert self._profile is not None
         schedules = [schedule for schedule, _ in self._kinds().values()]
+        plan = self._executor.plan
         choice = choose(
-            schedules, self._profile, self._knobs, self._executor.layout, self._budget, self._reduces
+            schedules, self._profile, self._knobs, self._layout, self._budget, self._reduces, plan
         )
-        if choice is None:
-            peak = self._profile.peak_bytes
+        if choice is not None:
+            self._choice = choice
+            self._use_plan(choice.plan)
+            self._stage, self._left = _Stage.CHECK, LOOKS
+        elif plan == ReleasePlan():
             self._settle(
                 f"memory_budget {_mib(self._budget)} cannot be met: with every unit released after use a rank "
-                f"allocates {_mib(peak)}",
+                f"allocates {_mib(self._profile.peak_bytes)}",
                 logging.WARNING,
             )
-            return
-        self._choice = choice
-        self._go_on_with(choice.plan)
-        self._stage, self._left = _Stage.CHECK, 1
+        else:
+            self._give_up()
 
     def _check(self) -> None:
         """Does the plan keep within the budget? If not, choose again, from what it was seen to need."""
@@ -398,16 +410,15 @@ class Planner:
         self._profile = self._profile.model_copy(update={"step_s": self._choice.seconds})
         if self._checks < MOST_CHECKS:
             self._choose()
-            return
-        self._go_on_with(ReleasePlan())
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._use_plan(ReleasePlan())
         self._settle(
             f"no plan was found that keeps within memory_budget {_mib(self._budget)}: every unit is released after use",
             logging.WARNING,
         )
-
-    def _go_on_with(self, plan: ReleasePlan) -> None:
-        """Units that an earlier plan made persistent stay so."""
-        self._use_plan(replace(plan, persistent=plan.persistent | self._executor.plan.persistent))
 
     def _settle(self, line: str, level: int = logging.INFO) -> None:
         self._stage = _Stage.SETTLED
