@@ -12,6 +12,7 @@ from torch import nn
 from tests.zero.jobs import make_model, make_optimizer, mean_loss, micro_batches
 from zerotune.config.knobs import Knobs
 from zerotune.engine.allocations import CpuAllocations
+from zerotune.records import ByteClass
 from zerotune.schedule import ReleasePlan
 
 GENEROUS = 2**40
@@ -99,3 +100,27 @@ def train(
         return trained
     finally:
         logger.removeHandler(lines)
+
+
+def train_by_hand(rank: int, size: int, plans: dict[int, ReleasePlan], precision: Any = "fp32") -> Trained:
+    """Train, and go on with other plans after some of the steps."""
+    import zerotune
+
+    module = make_model("gpt")
+    optimizer = make_optimizer("adamw", module.parameters())
+    knobs = Knobs(param_persistence_threshold=0, prefetch_distance=6000)
+    engine = zerotune.ZeroEngine(module, optimizer, knobs, precision=precision)
+    losses, live = [], []
+    for step in range(8):
+        engine.ledger.reset_peaks()
+        for x, y in micro_batches(rank, size, 1, step):
+            engine.backward(mean_loss(engine(x), y))
+        losses.append(engine.step().loss)
+        expected = max((schedule.peak_live for schedule in engine.schedules), default=0)
+        live.append(engine.peak_live_elements - expected)
+        if step in plans:
+            engine._use_plan(plans[step])
+    full = engine.ledger.bytes(ByteClass.FULL)
+    trained = Trained(losses, engine.full_state_dict(), engine._executor.plan, [], True, live, peak=full)
+    engine.close()
+    return trained

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.zero.planning import GENEROUS, Trained, train
+from tests.zero.planning import GENEROUS, Trained, train, train_by_hand
 from zerotune.config.errors import UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.schedule import ReleasePlan
@@ -90,6 +90,21 @@ def test_steps_that_differ_are_no_example() -> None:
 def test_everything_is_settled_when_the_engine_says_so() -> None:
     found = run_on_ranks(2, _train_with, planned(GENEROUS), {"steps": SETTLING_STEPS}, limit=LIMIT_S)
     assert all(one.is_settled for one in found)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_units_that_persist_for_some_steps_change_no_bits(precision: str) -> None:
+    plans = {
+        1: ReleasePlan(persistent=frozenset({1, 2}), kept=frozenset({3})),
+        3: ReleasePlan(persistent=frozenset({2, 4}), reuse_distance=9000),
+        5: ReleasePlan(kept=frozenset({0, 1, 2, 3})),
+    }
+    plain = run_on_ranks(2, train_by_hand, {}, precision, limit=LIMIT_S)
+    found = run_on_ranks(2, train_by_hand, plans, precision, limit=LIMIT_S)
+    assert_same_bits(found, plain)
+    for one in found:
+        assert one.live[1:] == [0] * 7, "live elements are the schedule's own"
+        assert one.peak == 0, "nothing stays full after the last plan"
 
 
 def test_planned_without_a_budget_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import StatisticsError, linear_regression, median
+from statistics import StatisticsError, linear_regression
 
 from zerotune.predict.replay import EventLoad
 from zerotune.records import Link
@@ -22,8 +22,13 @@ def fit_link(loads: Sequence[EventLoad], alone_s: Sequence[float], stolen_s: flo
     Returns:
         Costs of at least 0. Where all collectives are of one size, latency is not to be told from rate, and is 0.
     """
-    copies = [(load.handled_bytes, s) for load, s in zip(loads, alone_s, strict=True) if not load.collectives]
-    handled = median(s / nbytes for nbytes, s in copies if nbytes) if any(b for b, _ in copies) else 0.0
+    copies = [
+        (load.handled_bytes, s)
+        for load, s in zip(loads, alone_s, strict=True)
+        if load.handled_bytes and not load.collectives
+    ]
+    # A sum, not a median: of the small ones most is the time of a call.
+    handled = sum(s for _, s in copies) / sum(nbytes for nbytes, _ in copies) if copies else 0.0
     sizes, seconds = [], []
     for load, s in zip(loads, alone_s, strict=True):
         if load.collectives:
