@@ -12,7 +12,7 @@ from tests.zero.planning import GENEROUS, Trained, train, train_by_hand
 from zerotune.config.errors import UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.schedule import ReleasePlan
-from zerotune.zero.planning import SETTLING_STEPS, plans_release
+from zerotune.zero.planning import MOST_IRREGULAR, SETTLING_STEPS, plans_release
 
 LIMIT_S = 150.0
 
@@ -85,6 +85,15 @@ def test_steps_that_differ_are_no_example() -> None:
     found = run_on_ranks(2, _train_with, planned(GENEROUS), common, limit=LIMIT_S)
     assert_same_bits(found, plain)
     assert found[0].is_settled and found[0].plan == found[1].plan
+
+
+def test_steps_that_never_run_alike_leave_everything_released() -> None:
+    steps = MOST_IRREGULAR + 4
+    common = {"irregular": tuple(range(2, steps)), "steps": steps}
+    found = run_on_ranks(2, _train_with, planned(GENEROUS), common, limit=LIMIT_S)
+    assert [one.is_settled for one in found] == [True, True]
+    assert [one.plan for one in found] == [ReleasePlan()] * 2
+    assert len(found[0].lines) == 1 and "do not run alike" in found[0].lines[0]
 
 
 def test_everything_is_settled_when_the_engine_says_so() -> None:

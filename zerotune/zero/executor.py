@@ -51,6 +51,9 @@ class Executor:
         reduces_in_pass: Whether gradients are reduced in every pass; otherwise by :meth:`reduce_accumulated`.
         watch_access: Makes the context in which reads of parameters are reported to :meth:`on_access`.
         before_window: Called before the first pass of an accumulation window.
+
+    Attributes:
+        plan: What is kept of every unit; changed by :meth:`use_plan`.
     """
 
     def __init__(

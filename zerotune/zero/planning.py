@@ -138,7 +138,7 @@ class Planner:
         self._reduces = reduces
         self._use_plan = use_plan
         self._flush = flush
-        self._clock = _CudaClock() if group.device.type == "cuda" else _HostClock()
+        self._clock = _CudaClock(group.device) if group.device.type == "cuda" else _HostClock()
         self._stage = _Stage.RECORD
         self._left = 1  # steps left in this stage
         self._checks = 0
@@ -216,12 +216,10 @@ class Planner:
         self._clock.synchronize()
         seconds = time.perf_counter() - self._began_s
         held = self._stop_recorder()
-        if self._is_alike_everywhere():
-            self._take(seconds, held)
-        else:
+        if not (self._is_alike_everywhere() and self._take(seconds, held)):
             self._irregular += 1
             if self._irregular > MOST_IRREGULAR:
-                self._settle("steps do not run alike: every unit is released after use", logging.WARNING)
+                self._give_up("steps do not run alike, or a profiler runs in all of them")
         self._begin_step()
 
     def close(self) -> None:
@@ -251,8 +249,12 @@ class Planner:
             is_fine &= [one.trace.digest for one in orders] == [one.trace.digest for one in self._orders]
         return all(row[0] for row in self._group.gather_numbers([float(is_fine)]))
 
-    def _take(self, seconds: float, held: list[int] | None) -> None:
-        """A step that was as it should be: take its figures, and go on to the next stage when there are enough."""
+    def _take(self, seconds: float, held: list[int] | None) -> bool:
+        """Take the figures of a step that was as it should be, and go on to the next stage when there are enough.
+
+        Returns:
+            Whether it has any: bytes may not have been looked at.
+        """
         self._orders = [one.schedule for one in self._passes]
         match self._stage:
             case _Stage.ALONE | _Stage.BESIDE:
@@ -261,11 +263,10 @@ class Planner:
                     self._step_s.append(seconds)
             case _Stage.MEMORY | _Stage.CHECK:
                 if not self._agree_on_bytes(held):
-                    self._irregular += 1
-                    return
+                    return False
         self._left -= 1
         if self._left > 0:
-            return
+            return True
         match self._stage:
             case _Stage.RECORD:
                 self._layout = self._executor.layout
@@ -279,6 +280,7 @@ class Planner:
                 self._choose()
             case _Stage.CHECK:
                 self._check()
+        return True
 
     # ------------------------------------------------------------------------------------------------ the profile
 
@@ -396,7 +398,7 @@ class Planner:
                 logging.WARNING,
             )
         else:
-            self._give_up()
+            self._give_up(self._nothing_fits)
 
     def _check(self) -> None:
         """Does the plan keep within the budget? If not, choose again, from what it was seen to need."""
@@ -411,14 +413,16 @@ class Planner:
         if self._checks < MOST_CHECKS:
             self._choose()
         else:
-            self._give_up()
+            self._give_up(self._nothing_fits)
 
-    def _give_up(self) -> None:
-        self._use_plan(ReleasePlan())
-        self._settle(
-            f"no plan was found that keeps within memory_budget {_mib(self._budget)}: every unit is released after use",
-            logging.WARNING,
-        )
+    @property
+    def _nothing_fits(self) -> str:
+        return f"no plan was found that keeps within memory_budget {_mib(self._budget)}"
+
+    def _give_up(self, why: str) -> None:
+        if self._executor.plan != ReleasePlan():
+            self._use_plan(ReleasePlan())
+        self._settle(f"{why}: every unit is released after use", logging.WARNING)
 
     def _settle(self, line: str, level: int = logging.INFO) -> None:
         self._stage = _Stage.SETTLED
@@ -456,18 +460,25 @@ class _HostClock:
 
 
 class _CudaClock:
-    """The clock of the current stream, which waits for communication where compute does."""
+    """The clock of the current stream, which waits for communication where compute does.
+
+    Args:
+        device: Whose stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return begin.elapsed_time(end) / 1e3
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
