@@ -36,7 +36,7 @@ COLUMNS: dict[str, list[Any]] = {
     "stage": [3, 0, 1, 2],
     "prefetch": [0, "auto", 10**9],
     "persistence": [0, 10**9],
-    "release": ["after_use", "keep"],
+    "release": ["after_use", "keep", "planned"],
     "recompute": ["none", "reentrant", "non-reentrant"],
     "accumulation": [1, 3],
     "accumulate": ["reduce", "local"],
@@ -164,6 +164,7 @@ def run_row(row: dict[str, Any]) -> None:
         "prefetch_distance": row["prefetch"],
         "param_persistence_threshold": row["persistence"],
         "release": row["release"],
+        "memory_budget": 2**40 if row["release"] == "planned" else None,
     }
     setting = Setting(row["ranks"], knobs, row["accumulate"], row["precision"], options=row)
     if row["precision"] == "fp32":

@@ -22,6 +22,10 @@ GPT = "model: {gpt: {}}\n"
             "1:28: zero.max_reuse_distance: has no effect with release: after_use",
         ),
         (
+            "zero: {memory_budget: 5GiB}",
+            "1:23: zero.memory_budget: has no effect with release: after_use, only with release: planned; remove",
+        ),
+        (
             "train: {gradient_dtype: compute}",
             "1:25: train.gradient_dtype: has no effect with precision fp32; remove it",
         ),

@@ -70,6 +70,7 @@ KNOBS = st.fixed_dictionaries(
         "param_persistence_threshold": st.just("auto") | SIZES,
         "release": st.sampled_from(["after_use", "keep"]),
         "max_reuse_distance": optional(SIZES),
+        "memory_budget": optional(SIZES),
         "max_live_parameters": optional(SIZES),
         "overlap_comm": st.booleans(),
     },

@@ -89,8 +89,6 @@ CASES = {
     "no idea": ("xyzzy: 1", "1:1: xyzzy: no such key; there are model, data, train, zero, cluster, search"),
     "recomputation": ("train: {activation_checkpointing: every}", "1:35: train.activation_checkpointing: 'every' is not known here; write none, full or every_K"),
     "recomputation 2": ("train: {activation_checkpointing: every_1}", "1:35: train.activation_checkpointing: 'every_1' is not known"),
-    "later 3": ("zero: {memory_budget: 1GB}", "1:8: zero.memory_budget: not available yet; "),
-    "later 4": ("zero: {release: planned}", "1:17: zero.release: 'planned' is not available yet; use after_use, reuse or keep"),
     "no such stage": ("zero: {stage: 4}", "1:15: zero.stage: 4 is out of range; write 0, 1, 2 or 3"),
     "later 6": ("train: {engine: fsdp2}", "1:17: train.engine: 'fsdp2' is not available yet; use zerotune"),
     "stage": ("zero: {stage: 7}", "1:15: zero.stage: 7 is out of range; write 0, 1, 2 or 3"),
@@ -123,6 +121,8 @@ CASES = {
     "complex key": ("train: {[a]: 1}", "1:9: train: a key must be a word, not a list or a mapping"),
     "tag": ("train: {steps: !!python/object:os.system x}", "1:16: train.steps: the tag "),
     "twice": ("train:\n  steps: 5\n  seed: 1\n  steps: 6", "4:3: train.steps: given twice, first on line 2; remove one of them"),
+    "planned": ("zero: {release: planned}", "1:17: zero.release: planned needs zero.memory_budget; add it, for example"),
+    "budget in elements": ("zero: {memory_budget: 5G}", "1:23: zero.memory_budget: '5G' is in elements, but this is in bytes; "),
     "reuse": ("zero: {release: reuse}", "1:17: zero.release: reuse needs zero.max_reuse_distance; "),
     "micro": ("train: {micro_batch_size: 3}", "1:27: train.micro_batch_size: 3 does not divide global_batch_size 8; write 1, 2, 4 or 8"),
     "bounds": ("search: {min_steps: 20, max_steps: 10}", "1:1: search: max_steps 10 is below min_steps 20"),
@@ -352,7 +352,8 @@ def test_places_of_wrong_values(info: object, gap: int, blank: int) -> None:
     from zerotune.config.knobs import KnobInfo
 
     assert isinstance(info, KnobInfo)
-    text = "\n" * blank + GPT + f"{info.section}:\n  {info.name}:{' ' * gap}50MB\n"
+    wrong = "50M" if info.unit == "bytes" else "50MB"
+    text = "\n" * blank + GPT + f"{info.section}:\n  {info.name}:{' ' * gap}{wrong}\n"
     assert errors(text)[0].startswith(f"model.yaml:{blank + 3}:{len(info.name) + 4 + gap}: {info.path}: "), (
         errors(text)
     )

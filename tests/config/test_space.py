@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zerotune.config.errors import ConfigErrors, UsageError
 from zerotune.config.knobs import Knobs, Release
-from zerotune.config.schema import GptConfig, JobConfig, ModelConfig
+from zerotune.config.schema import GptConfig, JobConfig, ModelConfig, SearchConfig
 from zerotune.config.space import ModelSizes, Space, list_spaces, load_space, read_space
 
 SIZES = ModelSizes(block=1000, model=10_000, largest_parameter=400)
@@ -47,9 +47,11 @@ def test_every_point_of_a_shipped_space_is_valid(name: str, data: st.DataObject,
     assert space.description
     choices = choose(space, data)
     sizes = ModelSizes(block=block, model=40 * block, largest_parameter=block)
-    base = Knobs(release=Release.KEEP, max_live_parameters=7)
-    job = space.apply(choices, sizes, job_of(base))
+    base = job_of(Knobs(release=Release.KEEP, max_live_parameters=7))
+    base = base.model_copy(update={"search": SearchConfig(memory_budget=2**30)})
+    job = space.apply(choices, sizes, base)
     knobs = job.zero
+    assert knobs.memory_budget == (2**30 if knobs.release is Release.PLANNED else None)
     assert job.train.activation_checkpointing == choices.get("activation_checkpointing", "none")
     assert (knobs.release is Release.REUSE) == (knobs.max_reuse_distance is not None)
     for dimension in space:

@@ -101,7 +101,7 @@ elements = st.one_of(st.sampled_from((0, 10**6)), st.integers(0, 800))
 def knob_settings(draw: st.DrawFn) -> tuple[tuple[str, Any], ...]:
     """A value for every knob of the registry that stands under ``zero:``."""
     or_auto = st.one_of(st.just("auto"), elements)
-    release = draw(st.sampled_from(("after_use", "reuse", "keep")))
+    release = draw(st.sampled_from(("after_use", "reuse", "keep", "planned")))
     knobs = {
         "stage": draw(st.sampled_from((3, 3, 3, 0, 1, 2))),
         "unit_size": draw(st.one_of(st.just("block"), st.integers(1, 600))),
@@ -110,6 +110,7 @@ def knob_settings(draw: st.DrawFn) -> tuple[tuple[str, Any], ...]:
         "param_persistence_threshold": draw(st.one_of(st.just(0), or_auto)),
         "release": release,
         "max_reuse_distance": draw(elements) if release == "reuse" else None,
+        "memory_budget": draw(st.integers(0, 2**40)) if release == "planned" else None,
         "max_live_parameters": draw(st.one_of(st.none(), elements)),
         "reduce_bucket_size": draw(or_auto),
         "overlap_comm": draw(st.booleans()),
@@ -121,7 +122,7 @@ def undrawn_knobs() -> set[str]:
     """Knobs of the engine that :func:`knob_settings` does not draw yet."""
     drawn = {
         "stage", "unit_size", "allgather_bucket_size", "prefetch_distance", "param_persistence_threshold", "release",
-        "max_reuse_distance", "max_live_parameters", "reduce_bucket_size", "overlap_comm",
+        "max_reuse_distance", "memory_budget", "max_live_parameters", "reduce_bucket_size", "overlap_comm",
     }  # fmt: skip
     return {name for name, info in REGISTRY.items() if info.section == "zero"} - drawn
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from zerotune.config.knobs import Knobs
-from zerotune.schedule import Event, EventKind, Layout, ParamSize, Phase, Trace, UnitSize, resolve_knobs
+from zerotune.schedule import (
+    Event,
+    EventKind,
+    Layout,
+    ParamSize,
+    Phase,
+    ReleasePlan,
+    Trace,
+    UnitSize,
+    resolve_knobs,
+)
 
 
 @st.composite
@@ -105,3 +115,14 @@ def resolved_knobs(draw: st.DrawFn, block: int = 400) -> Knobs:
         reduce_bucket_size=draw(size),
     )
     return resolve_knobs(knobs, block)
+
+
+@st.composite
+def plans(draw: st.DrawFn, units: int) -> ReleasePlan:
+    """Any choice for every unit."""
+    choices = draw(st.lists(st.integers(0, 2), min_size=units, max_size=units))
+    return ReleasePlan(
+        kept=frozenset(unit for unit, choice in enumerate(choices) if choice == 1),
+        persistent=frozenset(unit for unit, choice in enumerate(choices) if choice == 2),
+        reuse_distance=draw(st.none() | st.integers(0, 2500)),
+    )

@@ -6,9 +6,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.replay import replay
-from tests.schedule.strategies import layouts, nested_traces, plain_layouts, plain_trace, resolved_knobs
-from zerotune.config.knobs import Knobs
-from zerotune.schedule import Layout, ParamSize, UnitSize, compile_schedule, resolve_knobs
+from tests.schedule.strategies import (
+    layouts,
+    nested_traces,
+    plain_layouts,
+    plain_trace,
+    plans,
+    resolved_knobs,
+)
+from zerotune.config.knobs import Knobs, Release
+from zerotune.schedule import (
+    Layout,
+    ParamSize,
+    ReleasePlan,
+    Trace,
+    UnitChoice,
+    UnitSize,
+    compile_schedule,
+    resolve_knobs,
+)
 from zerotune.schedule.compile import SavingReason
 
 EXAMPLES = 300
@@ -20,7 +36,23 @@ def test_every_invariant_holds_over_random_nested_traces(data: st.DataObject) ->
     layout = data.draw(layouts())
     trace = data.draw(nested_traces(len(layout.units)))
     knobs = data.draw(resolved_knobs())
-    schedule = compile_schedule(trace, knobs, layout)
+    check_invariants(trace, knobs, layout)
+
+
+@given(st.data())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_every_invariant_holds_under_any_choice_for_every_unit(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    trace = data.draw(nested_traces(len(layout.units)))
+    knobs = data.draw(resolved_knobs()).model_copy(
+        update={"release": Release.PLANNED, "max_reuse_distance": None}
+    )
+    plan = data.draw(plans(len(layout.units)))
+    check_invariants(trace, knobs, plan.layout(layout), plan)
+
+
+def check_invariants(trace: Trace, knobs: Knobs, layout: Layout, plan: ReleasePlan | None = None) -> None:
+    schedule = compile_schedule(trace, knobs, layout, plan=plan)
     result = replay(schedule, layout, knobs)
     assert result.gathered == schedule.gathered_elements(layout)
     assert result.reduced == schedule.reduced_elements(layout)
@@ -96,6 +128,40 @@ def test_keep_never_gathers_more_than_after_use(data: st.DataObject) -> None:
         for release in ("keep", "after_use")
     ]
     assert sums[0] <= sums[1]
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_setting_for_all_units_is_the_same_choice_for_each(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    trace = data.draw(nested_traces(len(layout.units)))
+    knobs = data.draw(resolved_knobs())
+    planned = knobs.model_copy(update={"release": Release.PLANNED})
+    plan = ReleasePlan.of_knobs(knobs, len(layout.units))
+    assert compile_schedule(trace, planned, layout, plan=plan) == compile_schedule(trace, knobs, layout)
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_without_a_plan_planned_releases_after_use(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    trace = data.draw(nested_traces(len(layout.units)))
+    knobs = data.draw(resolved_knobs())
+    found = [
+        compile_schedule(trace, knobs.model_copy(update={"release": release}), layout)
+        for release in (Release.PLANNED, Release.AFTER_USE)
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_kept_unit_is_gathered_once_and_a_released_one_twice() -> None:
+    layout = blocks(4)
+    knobs = resolve_knobs(Knobs(prefetch_distance=0, param_persistence_threshold=0), 160)
+    plan = ReleasePlan(kept=frozenset({1}), persistent=frozenset({2}))
+    schedule = compile_schedule(plain_trace(4), knobs, plan.layout(layout), plan=plan)
+    assert [g.units for g in schedule.gathers()] == [(0,), (1,), (3,), (0,)]
+    choices = [plan.choice(unit) for unit in range(3)]
+    assert choices == [UnitChoice.RELEASE, UnitChoice.KEEP, UnitChoice.PERSIST]
 
 
 def blocks(count: int, numel: int = 160) -> Layout:

@@ -119,6 +119,20 @@ def test_recomputation_is_left_out_for_a_model_without_blocks() -> None:
     assert "activation_checkpointing left out" in plan.notes[0]
 
 
+def test_planned_takes_the_searchs_budget_and_is_left_out_without_one() -> None:
+    space = "knobs:\n  release: [after_use, planned]\n"
+    plan = plan_of(make_job(), space)
+    assert plan.space["release"].values == ("after_use",)
+    assert plan.notes == ("release planned left out: there is no memory budget",)
+    job = make_job()
+    budget = job.search.model_copy(update={"memory_budget": 5 * 2**30})
+    plan = plan_of(job.model_copy(update={"search": budget}), space)
+    assert plan.configure({"release": "planned"}).zero.memory_budget == 5 * 2**30
+    assert plan.configure({"release": "after_use"}).zero.memory_budget is None
+    with pytest.raises(UsageError, match="no other release than planned"):
+        plan_of(make_job(), "knobs:\n  release: [planned]\n")
+
+
 def test_the_baseline_is_the_defaults_with_the_files_micro_batch() -> None:
     plan = plan_of(make_job(micro=2, zero={"release": "keep"}))
     assert plan.baseline.zero.release == "after_use" and plan.baseline.train.micro_batch_size == 2

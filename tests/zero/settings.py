@@ -29,6 +29,7 @@ def random_settings(count: int, seed: int = 10) -> list[dict[str, Any]]:
             "param_persistence_threshold": 0,
             "release": release,
             "max_reuse_distance": size(1) if release == "reuse" else None,
+            "memory_budget": None,
             "max_live_parameters": rng.choice([None, size(), 4 * size(1000)]),
             "reduce_bucket_size": size(),
             "overlap_comm": rng.random() < 0.7,

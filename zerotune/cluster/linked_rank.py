@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from zerotune.cluster.logs import FORMAT
 from zerotune.train.context import Progress
 
 _PORT = 29_500  # alone in its namespace, nobody else can have it
@@ -41,6 +43,7 @@ def _end_with(driver: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """Called with the paths of call and answer, folder, rank, ranks, rank 0's address, interface and cores."""
+    logging.basicConfig(level=logging.INFO, format=FORMAT)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     call, answer, run_dir, rank, ranks, address, interface, cores = arguments
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

@@ -46,6 +46,11 @@ def _knobs_without_effect(job: JobConfig) -> Iterator[Finding]:
                 ("zero", name),
                 f"has no effect with release: {zero.release}, only with release: reuse; remove it",
             )
+        elif name == "memory_budget" and zero.release is not Release.PLANNED:
+            yield (
+                ("zero", name),
+                f"has no effect with release: {zero.release}, only with release: planned; remove it",
+            )
 
 
 def _train_without_effect(job: JobConfig) -> Iterator[Finding]:
@@ -92,6 +97,11 @@ def _knob_conflicts(job: JobConfig) -> Iterator[Finding]:
         yield (
             ("zero", "release"),
             "reuse needs zero.max_reuse_distance; add it, for example max_reuse_distance: 50M",
+        )
+    if zero.stage == 3 and zero.release is Release.PLANNED and zero.memory_budget is None:
+        yield (
+            ("zero", "release"),
+            "planned needs zero.memory_budget; add it, for example memory_budget: 40GiB",
         )
 
 

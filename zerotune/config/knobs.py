@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from zerotune.config.section import Section
-from zerotune.config.units import parse_elements
+from zerotune.config.units import parse_bytes, parse_elements
 
 AUTO: Literal["auto"] = "auto"
 
@@ -25,6 +25,7 @@ class Release(StrEnum):
     AFTER_USE = "after_use"
     REUSE = "reuse"
     KEEP = "keep"
+    PLANNED = "planned"
 
 
 def _elements_or_auto(value: object) -> object:
@@ -33,6 +34,10 @@ def _elements_or_auto(value: object) -> object:
 
 def _elements_or_none(value: object) -> object:
     return None if value is None or value == "none" else parse_elements(value)
+
+
+def _bytes_or_none(value: object) -> object:
+    return None if value is None or value == "none" else parse_bytes(value)
 
 
 def _unit_size(value: object) -> object:
@@ -49,13 +54,14 @@ Recomputed = Annotated[str, Field(pattern=r"^(none|full|every_([2-9]|[1-9][0-9]+
 
 ElementsOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_elements_or_auto)]
 ElementsOrNone = Annotated[int | None, BeforeValidator(_elements_or_none)]
+BytesOrNone = Annotated[int | None, BeforeValidator(_bytes_or_none)]
 UnitSize = Annotated[int | Literal["block"], BeforeValidator(_unit_size)]
 
 
 class Knobs(Section):
     """One setting of the knobs that stand under ``zero:`` in model.yaml.
 
-    Sizes are in elements. ``auto`` becomes a number once the model is known (:func:`zerotune.schedule.resolve`).
+    Sizes are in elements, ``memory_budget`` in bytes. ``auto`` becomes a number once the model is known (:func:`zerotune.schedule.resolve`).
     """
 
     stage: Literal[0, 1, 2, 3] = 3
@@ -65,6 +71,7 @@ class Knobs(Section):
     param_persistence_threshold: ElementsOrAuto = AUTO
     release: Release = Release.AFTER_USE
     max_reuse_distance: ElementsOrNone = None
+    memory_budget: BytesOrNone = None
     max_live_parameters: ElementsOrNone = None
     reduce_bucket_size: ElementsOrAuto = AUTO
     overlap_comm: bool = True
@@ -83,7 +90,7 @@ class KnobInfo:
         name: Name in model.yaml.
         section: Section of model.yaml it stands in: ``zero`` or ``train``.
         type: What a user writes, in words.
-        unit: Unit of its values: ``elements``, ``samples`` or ``""``.
+        unit: Unit of its values: ``elements``, ``bytes``, ``samples`` or ``""``.
         default: The default, as a user would write it.
         meaning: One line.
         stages: The ZeRO stages in which it acts.
@@ -169,14 +176,20 @@ REGISTRY: dict[str, KnobInfo] = {
             _THREE, "stage3_param_persistence_threshold", None, "1e5",
         ),
         KnobInfo(
-            "release", "zero", "after_use, reuse or keep", "", "after_use",
-            "drop after each use; drop unless used again within max_reuse_distance; keep from forward to backward",
+            "release", "zero", "after_use, reuse, keep or planned", "", "after_use",
+            "drop after each use; drop unless used again within max_reuse_distance; keep from forward to backward; "
+            "chosen for every unit within memory_budget",
             _THREE, "stage3_max_reuse_distance (0, a size, or huge)", "reshard_after_forward", "keep",
         ),
         KnobInfo(
             "max_reuse_distance", "zero", "a size", "elements", "none",
             "for release: reuse, how many elements may be used before the next use of a unit that is kept",
             _THREE, "stage3_max_reuse_distance", None, "500M",
+        ),
+        KnobInfo(
+            "memory_budget", "zero", "a size", "bytes", "none",
+            "for release: planned, the most that a rank may allocate: what is held against it is the allocator's peak",
+            _THREE, None, None, "40GiB",
         ),
         KnobInfo(
             "max_live_parameters", "zero", "none, or a size", "elements", "none",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 PLANNED_KEYS: dict[str, str] = {
-    "memory_budget": "remove the line; the budget of a search is search.memory_budget",
     "offload": "remove the line; offload to host memory is not there yet",
     "offload_param": "remove the line; offload to host memory is not there yet",
     "offload_optimizer": "remove the line; offload to host memory is not there yet",
@@ -13,7 +12,6 @@ PLANNED_KEYS: dict[str, str] = {
 """Keys of ``zero:`` and ``train:`` that come later, with what to do until then."""
 
 PLANNED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "zero.release": (("planned",), "use after_use, reuse or keep"),
     "train.engine": (("ddp", "fsdp2", "deepspeed"), "use zerotune"),
 }
 """Values that come later, by path, with what to use until then."""

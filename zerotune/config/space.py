@@ -201,7 +201,8 @@ class Space:
             The job, in which a knob that the other choices leave without meaning is back at its default.
 
         Raises:
-            UsageError: ``release: reuse`` was chosen, and neither the choices nor ``base`` say for which distance.
+            UsageError: ``release: reuse`` was chosen, and neither the choices nor ``base`` say for which distance; or
+                ``planned``, and none of them nor the search has a budget.
         """
         unknown = [name for name in choices if name not in self]
         assert not unknown, f"choices that are not in space {self.name}: {unknown}"
@@ -220,6 +221,15 @@ class Space:
             raise UsageError(
                 f"space {self.name} offers release: reuse without a max_reuse_distance",
                 "add zero.max_reuse_distance to model.yaml, or max_reuse_distance to the space",
+            )
+        if values["release"] != Release.PLANNED:
+            values["memory_budget"] = None
+        elif values["memory_budget"] is None:
+            values["memory_budget"] = base.search.memory_budget
+        if values["release"] == Release.PLANNED and values["memory_budget"] is None:
+            raise UsageError(
+                f"space {self.name} offers release: planned without a memory_budget",
+                "set search.memory_budget, which it takes then, or zero.memory_budget",
             )
         return base.with_knobs(values)
 

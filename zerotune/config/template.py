@@ -28,7 +28,7 @@ train:
 zero:
   stage: 3                      # partition optimizer state (1), gradients too (2), parameters too (3), or nothing (0)
   prefetch_distance: auto       # how far ahead of use parameters are gathered, in elements: auto, 0, 5e6, 50M
-  release: after_use            # when gathered parameters are dropped: after_use, reuse or keep
+  release: after_use            # when gathered parameters are dropped: after_use, reuse, keep or planned
 
 cluster:
   procs_per_node: 2             # ranks per node where there are no GPUs

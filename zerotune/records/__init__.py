@@ -12,6 +12,7 @@ from zerotune.records.ledger import (
     UseEntry,
 )
 from zerotune.records.measurement import Confirmed, Interval, Measurement, MemoryUse
+from zerotune.records.profile import Link, PassProfile, Profile
 from zerotune.records.run import RunKind, RunRecord, StudyRecord
 from zerotune.records.status import Status
 
@@ -25,8 +26,11 @@ __all__ = [
     "Fingerprint",
     "Interval",
     "Ledger",
+    "Link",
     "Measurement",
     "MemoryUse",
+    "PassProfile",
+    "Profile",
     "ReleaseEntry",
     "RunKind",
     "RunRecord",

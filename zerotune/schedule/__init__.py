@@ -6,6 +6,7 @@ from zerotune.schedule.compile import Saving, Schedule, compile_schedule
 from zerotune.schedule.layout import Layout, ParamRef, ParamSize, UnitSize
 from zerotune.schedule.on_demand import OnDemand
 from zerotune.schedule.padding import padded_numel, slice_bounds, slice_numel
+from zerotune.schedule.plan import ReleasePlan, UnitChoice
 from zerotune.schedule.resolve import resolve_knobs
 from zerotune.schedule.trace import Event, EventKind, PassKey, Phase, Trace
 
@@ -26,9 +27,11 @@ __all__ = [
     "Reason",
     "Reduce",
     "Release",
+    "ReleasePlan",
     "Saving",
     "Schedule",
     "Trace",
+    "UnitChoice",
     "UnitSize",
     "Wait",
     "compile_schedule",

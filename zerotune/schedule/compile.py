@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from zerotune.config.knobs import Knobs
-from zerotune.config.knobs import Release as ReleasePolicy
 from zerotune.schedule.actions import Action, Collect, Drain, Gather, Reason, Reduce, Release, Wait
 from zerotune.schedule.buckets import Bucket, fill_buckets
 from zerotune.schedule.layout import Layout, ParamRef
+from zerotune.schedule.plan import ReleasePlan
 from zerotune.schedule.trace import EventKind, Phase, Trace
 
 
@@ -133,7 +133,9 @@ class _State:
     open_uses: dict[int, int] = field(default_factory=dict)
 
 
-def compile_schedule(trace: Trace, knobs: Knobs, layout: Layout, reduces: bool = True) -> Schedule:
+def compile_schedule(
+    trace: Trace, knobs: Knobs, layout: Layout, reduces: bool = True, plan: ReleasePlan | None = None
+) -> Schedule:
     """Compile the schedule of one pass.
 
     Args:
@@ -141,6 +143,7 @@ def compile_schedule(trace: Trace, knobs: Knobs, layout: Layout, reduces: bool =
         knobs: Resolved knobs (no ``auto``).
         layout: The model's units over N ranks.
         reduces: Whether the pass reduces its gradients; otherwise they are left to accumulate where they are.
+        plan: What to keep, unit by unit, in place of what ``knobs.release`` says of all.
 
     Returns:
         A schedule that obeys the invariants of the design, the same on every rank.
@@ -150,8 +153,9 @@ def compile_schedule(trace: Trace, knobs: Knobs, layout: Layout, reduces: bool =
     """
     if not knobs.is_resolved:
         raise ValueError("knobs must be resolved before a schedule is compiled")
+    plan = plan or ReleasePlan.of_knobs(knobs, len(layout.units))
     with _not_collecting():
-        return _Compiler(trace, knobs, layout).compile(reduces)
+        return _Compiler(trace, knobs, layout, plan).compile(reduces)
 
 
 @contextmanager
@@ -167,10 +171,11 @@ def _not_collecting() -> Iterator[None]:
 
 
 class _Compiler:
-    def __init__(self, trace: Trace, knobs: Knobs, layout: Layout) -> None:
+    def __init__(self, trace: Trace, knobs: Knobs, layout: Layout, plan: ReleasePlan) -> None:
         self.trace = trace
         self.knobs = knobs
         self.layout = layout
+        self.plan = plan
         self.persistent = layout.persistent_units
         self.numel = [layout.numel(unit) for unit in range(len(layout.units))]
         self.padded = [layout.padded(unit) for unit in range(len(layout.units))]
@@ -206,22 +211,11 @@ class _Compiler:
 
     # ------------------------------------------------------------------------------------------ static part
 
-    def _needed(self, units: Sequence[int], phase: Phase) -> list[int]:
-        """Units whose weights must be there for a use in this phase."""
-        needed = []
-        for unit in units:
-            if unit in self.persistent:
-                continue
-            if phase is Phase.BACKWARD and not self.layout.units[unit].backward_needs_weights:
-                continue
-            needed.append(unit)
-        return needed
-
     def _find_needs(self) -> None:
         for index, event in enumerate(self.trace.events):
             start = len(self.needs)
             if event.kind is EventKind.ENTER:
-                for unit in self._needed(event.units, event.phase):
+                for unit in self.layout.needed(event.units, event.phase is Phase.BACKWARD):
                     self.need_index[index, unit] = len(self.needs)
                     events = self.need_events.setdefault(unit, [])
                     self.needs.append(_Need(index, unit, is_first=not events))
@@ -292,12 +286,11 @@ class _Compiler:
     ) -> str | None:
         if self._nothing_gathered_between(unit, index, following, open_uses, held):
             return SavingReason.USED_NEXT
-        policy = self.knobs.release
-        if policy == ReleasePolicy.KEEP:
+        if unit in self.plan.kept:
             return SavingReason.KEPT
-        if policy == ReleasePolicy.REUSE and self.knobs.max_reuse_distance is not None:
+        if self.plan.reuse_distance is not None:
             begin, end = self.needs_at[index].stop, self.needs_at[following].start
-            if self.numel_before[end] - self.numel_before[begin] <= self.knobs.max_reuse_distance:
+            if self.numel_before[end] - self.numel_before[begin] <= self.plan.reuse_distance:
                 return SavingReason.KEPT
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,6 +90,15 @@ class Layout:
     def persistent_units(self) -> frozenset[int]:
         """Units with nothing to gather: all their parameters are persistent."""
         return frozenset(unit for unit, padded in enumerate(self._padded) if padded == 0)
+
+    def needed(self, units: Sequence[int], is_backward: bool) -> list[int]:
+        """Those of some units whose weights a use reads: not the persistent ones, nor what backward can do without."""
+        return [
+            unit
+            for unit in units
+            if unit not in self.persistent_units
+            and (not is_backward or self.units[unit].backward_needs_weights)
+        ]
 
     def param(self, ref: ParamRef) -> ParamSize:
         return self.units[ref.unit].params[ref.index]

@@ -26,7 +26,6 @@ class OnDemand:
     def __init__(self, knobs: Knobs, layout: Layout) -> None:
         self._knobs = knobs
         self._layout = layout
-        self._persistent = layout.persistent_units
 
     def before(self, event: Event, complete: Collection[int], in_flight: Collection[int]) -> list[Action]:
         """What an entry needs: gather the absent units, one collective each, and wait for all of them."""
@@ -43,12 +42,7 @@ class OnDemand:
 
     def needed(self, event: Event) -> list[int]:
         """Units whose weights an entry reads."""
-        return [
-            unit
-            for unit in event.units
-            if unit not in self._persistent
-            and (event.phase is not Phase.BACKWARD or self._layout.units[unit].backward_needs_weights)
-        ]
+        return self._layout.needed(event.units, event.phase is Phase.BACKWARD)
 
     def after(self, event: Event, complete: Collection[int], open_uses: dict[int, int]) -> list[Action]:
         """Drop what the exit leaves unused."""

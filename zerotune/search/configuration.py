@@ -19,6 +19,8 @@ def acting_knobs(job: JobConfig) -> dict[str, Any]:
     acting = {name: value for name, value in job.knobs.items() if job.zero.stage in REGISTRY[name].stages}
     if job.zero.release is not Release.REUSE:
         acting.pop("max_reuse_distance", None)
+    if job.zero.release is not Release.PLANNED:
+        acting.pop("memory_budget", None)
     return acting
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from zerotune.config.check import batch_plan
 from zerotune.config.errors import UsageError
-from zerotune.config.knobs import REGISTRY
+from zerotune.config.knobs import REGISTRY, Release
 from zerotune.config.schema import JobConfig, SearchConfig, knob_default
 from zerotune.config.space import Dimension, ModelSizes, Space
 from zerotune.records import Fingerprint
@@ -179,8 +179,8 @@ def make_plan(
 ) -> SearchPlan:
     """Make the plan of a search.
 
-    Micro-batches that do not divide the global batch over these ranks are left out of the space, and so is
-    recomputation for a model without blocks.
+    Micro-batches that do not divide the global batch over these ranks are left out of the space, and so are
+    recomputation for a model without blocks, and ``release: planned`` without a memory budget.
 
     Raises:
         UsageError: The file's own batch does not divide, or no micro-batch of the space does.
@@ -192,6 +192,9 @@ def make_plan(
     if _RECOMPUTED in space and not sizes.has_blocks:
         space = _without(space, _RECOMPUTED)
         notes = (f"{_RECOMPUTED} left out: the model has no blocks that repeat",)
+    if not job.search.memory_budget and not job.zero.memory_budget and "memory_budget" not in space:
+        space, note = _without_plans(space)
+        notes += note
     if _MICRO in space and space[_MICRO].relative_to is None:
         fitting, left_out = _fitting(space[_MICRO], per_rank)
         if not fitting:
@@ -207,6 +210,22 @@ def make_plan(
         dimensions = tuple(narrowed if each.name == _MICRO else each for each in space.dimensions)
         space = replace(space, dimensions=dimensions)
     return SearchPlan(job, space, sizes, ranks, workload, cluster, name, notes)
+
+
+def _without_plans(space: Space) -> tuple[Space, tuple[str, ...]]:
+    """A space without ``release: planned``, where it has other choices, and a note of that."""
+    if "release" not in space or Release.PLANNED not in (values := space["release"].values or ()):
+        return space, ()
+    others = tuple(value for value in values if value != Release.PLANNED)
+    if not others:
+        raise UsageError(
+            f"space {space.name} has no other release than planned, which needs a memory budget",
+            "give --memory-budget, or set zero.memory_budget",
+        )
+    dimensions = tuple(
+        replace(each, values=others) if each.name == "release" else each for each in space.dimensions
+    )
+    return replace(space, dimensions=dimensions), ("release planned left out: there is no memory budget",)
 
 
 def _without(space: Space, name: str) -> Space:

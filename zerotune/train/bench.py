@@ -33,7 +33,7 @@ from zerotune.train import memory
 from zerotune.train.context import RankContext
 from zerotune.train.data import build_data
 from zerotune.train.describe import describe
-from zerotune.train.engines import make_engine
+from zerotune.train.engines import make_engine, settling_steps
 from zerotune.train.loop import Loop, synchronize
 from zerotune.train.measure import median_interval, paired_ratio
 from zerotune.train.optim import optimizer_factory
@@ -137,10 +137,13 @@ class _Bench:
     def run(self) -> BenchReport:
         names = [*self.spec.engines, COMPUTE]
         rates = [self._link_rate()]
+        # The same number for all, so that their losses can be compared.
+        jobs = [self.spec.job, *self.spec.variants.values()]
+        warmup_steps = max(self.spec.warmup_steps, *map(settling_steps, jobs))
         try:
             for name in names:
                 self.loops[name] = self._build(name)
-                for _ in range(self.spec.warmup_steps):
+                for _ in range(warmup_steps):
                     self.loops[name].take_step()
             self._check_losses()
             times = self._rounds(names)

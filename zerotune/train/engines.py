@@ -27,6 +27,13 @@ class TunedEngine(Engine, Checkpointable, Protocol):
         """Largest number of live elements so far."""
 
 
+def settling_steps(job: JobConfig) -> int:
+    """Optimizer steps after which an engine is as it will stay: before, it measures itself."""
+    from zerotune.zero.planning import SETTLING_STEPS, plans_release
+
+    return SETTLING_STEPS if plans_release(job.zero) else 0
+
+
 def make_engine(
     job: JobConfig, model: nn.Module, group: RankGroup, weights: str | None = None
 ) -> TunedEngine:

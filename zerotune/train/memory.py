@@ -1,10 +1,9 @@
 """Peak memory of one rank.
 
 On CUDA the caching allocator keeps its own peaks. On CPU torch's allocator keeps none, so the peak is put together
-from the bytes at rest and the largest running sum of the allocations of one untimed step, as torch's profiler sees
-them. It sees every allocation of torch on the thread that runs the step and on torch's own threads, but not the
-frees of what was allocated before it began: those are counted as still there. An engine must therefore empty its
-pools first.
+from the bytes at rest and the largest running sum of the allocations of one untimed step (see
+:mod:`zerotune.engine.allocations`). Frees of what was allocated before are not seen in it: an engine must therefore
+empty its pools first.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from zerotune.engine.allocations import CpuAllocations
 from zerotune.engine.group import RankGroup
 from zerotune.records import MemoryUse
 from zerotune.train.engines import TunedEngine
@@ -31,19 +30,13 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 def allocation_peak(function: Callable[[], object]) -> int:
     """Call ``function`` and return the most bytes of CPU tensors that were alive at once and allocated within."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    recorder = CpuAllocations()
+    recorder.start()
+    try:
         function()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in events
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
-    ]
-    peak = alive = 0
-    for _, nbytes in sorted(changes, key=lambda change: change[0]):
-        alive += nbytes
-        peak = max(peak, alive)
-    return peak
+    finally:
+        peaks = recorder.stop()
+    return max(peaks)
 
 
 def reset_peaks(device: torch.device) -> None:

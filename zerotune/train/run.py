@@ -15,7 +15,7 @@ from zerotune.records import Ledger, Measurement, MemoryUse
 from zerotune.train import memory, saving
 from zerotune.train.context import RankContext
 from zerotune.train.data import build_data
-from zerotune.train.engines import TunedEngine, make_engine
+from zerotune.train.engines import TunedEngine, make_engine, settling_steps
 from zerotune.train.loop import Loop
 from zerotune.train.progress import Reporter
 from zerotune.train.spec import RankReport, RunSpec
@@ -40,6 +40,7 @@ def _run(ctx: RankContext, spec: RunSpec) -> RankReport:
     reporter = Reporter(ctx)
     reporter.phase("setup")
     job = spec.job
+    spec = spec.model_copy(update={"warmup_steps": max(spec.warmup_steps, settling_steps(job))})
     device = torch.device(ctx.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -89,6 +89,9 @@ class Communicator:
         ledger: Where every collective is logged.
         overlap: Whether collectives run beside compute; otherwise each is waited for when it is issued.
         timeout_s: How long to wait for one collective; ``None`` leaves it to the group's own time-out.
+
+    Attributes:
+        overlaps: As ``overlap``; it may be set between two collectives.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Communicator:
     ) -> None:
         self._group = group
         self._ledger = ledger
-        self._overlap = overlap
+        self.overlaps = overlap
         self._guard = install_guard(group.process_group, group.rank, group.size)
         if self._guard is not None and timeout_s is not None:
             self._guard.limit_s = timeout_s
@@ -288,6 +291,6 @@ class Communicator:
 
     def _started(self, wait: Callable[[], None], pending: PendingCollective) -> Work:
         work = Work(wait, self._ledger, pending, lambda: self.is_broken)
-        if not self._overlap:
+        if not self.overlaps:
             work.wait()
         return work

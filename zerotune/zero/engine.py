@@ -28,6 +28,7 @@ from zerotune.schedule import (
     Layout,
     ParamRef,
     ParamSize,
+    ReleasePlan,
     Schedule,
     UnitSize,
     resolve_knobs,
@@ -47,6 +48,7 @@ from zerotune.zero.optimizer import (
     shard_optimizer,
     steps_in_parts,
 )
+from zerotune.zero.planning import Planner, plans_release
 from zerotune.zero.pool import BufferPool
 from zerotune.zero.precision import DtypeChoice, Precision, PrecisionName
 from zerotune.zero.reducer import Reducer
@@ -146,6 +148,7 @@ class ZeroEngine(CheckpointMixin):
         self._is_loaded = {p for name, p in module.named_parameters(remove_duplicate=False) if name in loaded}
         refuse_what_cannot_work(module, self.group.device)
         self.knobs = resolve_knobs(knobs or Knobs(), largest_block(module, leaf_modules))
+        is_planned = plans_release(self.knobs)
         self._is_replicated = self.knobs.stage == 0
         self._accumulates_locally = accumulate == "local" or self.knobs.stage == 1
 
@@ -198,7 +201,8 @@ class ZeroEngine(CheckpointMixin):
         self.optimizer = shard_optimizer(optimizer, self.shards.trainable, self._slice_of)
         self._optimizer_bytes = 0
         uses = {unit.module: (unit.label, (index,)) for index, unit in enumerate(self._units)}
-        self._watcher = UseWatcher(module, uses, self._executor)
+        self._planner = self._make_planner() if is_planned else None
+        self._watcher = UseWatcher(module, uses, self._planner or self._executor)
         self._managed = ManagedParameters(module, self.shards.params)
         self._loop_calls = LoopCalls(module, self.optimizer, self.zero_grad)
         for sharded in self.shards.units:
@@ -310,6 +314,8 @@ class ZeroEngine(CheckpointMixin):
         self._scaler.update(is_skipped, weight / self.group.size)
         self.steps += 1
         self._note_skip(result, numbers)
+        if self._planner is not None:
+            self._planner.after_step()
         return result
 
     def zero_grad(self) -> None:
@@ -447,6 +453,8 @@ class ZeroEngine(CheckpointMixin):
 
     def close(self) -> None:
         """Take the hooks off the module and drop all storage; the module is left without parameters' values."""
+        if self._planner is not None:
+            self._planner.close()
         self._watcher.remove()
         self._executor.reset()
         self._pool.flush()
@@ -583,6 +591,12 @@ class ZeroEngine(CheckpointMixin):
         self, param: Callable[[ParamRef, ParamSize], ParamSize], unit: Callable[[int, UnitSize], UnitSize]
     ) -> None:
         """Go on with a layout whose parameters and units are changed by two functions."""
+        self.layout = self._layout_with(param, unit)
+        self._executor.use_layout(self.layout)
+
+    def _layout_with(
+        self, param: Callable[[ParamRef, ParamSize], ParamSize], unit: Callable[[int, UnitSize], UnitSize]
+    ) -> Layout:
         units = [
             unit(
                 index,
@@ -590,8 +604,39 @@ class ZeroEngine(CheckpointMixin):
             )
             for index, size in enumerate(self.layout.units)
         ]
-        self.layout = Layout(tuple(units), self.group.size)
-        self._executor.use_layout(self.layout)
+        return Layout(tuple(units), self.group.size)
+
+    def _make_planner(self) -> Planner:
+        return Planner(
+            self._executor,
+            self._comm,
+            self.group,
+            self.knobs,
+            (self._dtype.itemsize, self.dtypes.reduce.itemsize),
+            not self._accumulates_locally,
+            self._use_plan,
+            self._flushed_bytes,
+        )
+
+    def _use_plan(self, plan: ReleasePlan) -> None:
+        """Go on with a choice for every unit, between steps; units that become persistent are gathered for good."""
+        self._executor.drop_opening()
+        now = self._executor.plan.persistent
+        for unit in sorted(now - plan.persistent):
+            self._gatherer.end_keeping(unit)
+        for unit in sorted(plan.persistent - now):
+            self._gatherer.gather((unit,), "persist")
+            self._gatherer.wait((unit,))
+            self._gatherer.keep_for_good(unit)
+        self.layout = self._layout_with(
+            lambda ref, size: replace(size, persistent=self.shards[ref].persistent),
+            lambda index, size: size,
+        )
+        self._executor.use_plan(plan, self.layout)
+
+    def _flushed_bytes(self) -> int:
+        self.flush()
+        return sum(self.at_rest().values())
 
     def _update(self, factor: float, unused: set[ParamRef]) -> None:
         """Let the optimizer update the masters, and every copy follow.

@@ -27,6 +27,8 @@ from zerotune.schedule import (
     Reason,
     Reduce,
     Release,
+    ReleasePlan,
+    Schedule,
     Wait,
 )
 from zerotune.zero.comm import unprofiled
@@ -50,6 +52,9 @@ class Executor:
         reduces_in_pass: Whether gradients are reduced in every pass; otherwise by :meth:`reduce_accumulated`.
         watch_access: Makes the context in which reads of parameters are reported to :meth:`on_access`.
         before_window: Called before the first pass of an accumulation window.
+
+    Attributes:
+        plan: What is kept of every unit; changed by :meth:`use_plan`.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Executor:
         self._window_key: PassKey | None = None
         self._opened: tuple[Gather, ...] = ()
         self.window_position = 0
+        self.plan = ReleasePlan.of_knobs(knobs, len(layout.units))
         self.digests: list[str] = []
         self.use_layout(layout)
 
@@ -85,12 +91,20 @@ class Executor:
         """Go on with other sizes or flags: what was recorded under the old ones no longer holds."""
         self.layout = layout
         self._on_demand = OnDemand(self._knobs, layout)
-        self.book = ScheduleBook(self._knobs, layout, self._reduces_in_pass)
+        self.book = ScheduleBook(self._knobs, layout, self._reduces_in_pass, self.plan)
         for current in self._passes:
             if current.schedule is not None:
                 current.schedule = None
                 self._reducer.abandon()
             current.is_regular = False
+
+    def use_plan(self, plan: ReleasePlan, layout: Layout) -> None:
+        """Go on with another choice for every unit, between passes; recorded orders hold on."""
+        assert self.is_idle
+        self.plan = plan
+        self.layout = layout
+        self._on_demand = OnDemand(self._knobs, layout)
+        self.book = self.book.under(plan, layout)
 
     # ------------------------------------------------------------------------------------- what hooks report
 
@@ -235,6 +249,13 @@ class Executor:
         """Free all that is full or in flight between passes."""
         self._opened = ()
         self._gatherer.release_all()
+
+    @property
+    def position(self) -> tuple[Schedule, int] | None:
+        """The schedule that the latest event was on, and the event's index; ``None`` if it was on none."""
+        if not self._passes or self._passes[-1].schedule is None:
+            return None
+        return self._passes[-1].schedule, self._passes[-1].next_event - 1
 
     @property
     def is_idle(self) -> bool:

@@ -116,6 +116,16 @@ class Gatherer:
             param.persistent = True
             self._shards.persistent.append(param)
 
+    def end_keeping(self, unit: int) -> None:
+        """Undo :meth:`keep_for_good`, between steps: the unit is released, and gathered for its uses again."""
+        sharded = self._shards.units[unit]
+        for param in sharded.gathered:
+            param.persistent = False
+        self._shards.persistent[:] = [param for param in self._shards.persistent if param.persistent]
+        self._ledger.add_live(sharded.flat.numel() * self._ranks)
+        self.complete.add(unit)
+        self.release((unit,))
+
     def release_all(self) -> None:
         """Free everything that is live; gathers that nobody waited for are waited for and dropped."""
         for flight in list(dict.fromkeys(self.in_flight.values())):

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from zerotune.config.knobs import Knobs
-from zerotune.schedule import Event, EventKind, Layout, PassKey, Schedule, Trace, compile_schedule
+from zerotune.schedule import (
+    Event,
+    EventKind,
+    Layout,
+    PassKey,
+    ReleasePlan,
+    Schedule,
+    Trace,
+    compile_schedule,
+)
 
 MAX_RECORDED_EVENTS = 200_000
 """A pass longer than this (many forwards without a backward) is not recorded: it follows the on-demand policy."""
@@ -23,12 +32,16 @@ class ScheduleBook:
         knobs: Resolved knobs.
         layout: The model's units.
         reduces: Whether passes reduce their gradients.
+        plan: What to keep, in place of what the knobs say of all units.
     """
 
-    def __init__(self, knobs: Knobs, layout: Layout, reduces: bool = True) -> None:
+    def __init__(
+        self, knobs: Knobs, layout: Layout, reduces: bool = True, plan: ReleasePlan | None = None
+    ) -> None:
         self._knobs = knobs
         self._layout = layout
         self._reduces = reduces
+        self._plan = plan
         self._orders: dict[PassKey, list[Schedule]] = {}
 
     @property
@@ -62,10 +75,22 @@ class ScheduleBook:
             if order.trace.events == trace.events:
                 orders.insert(0, orders.pop(position))
                 return order
-        schedule = compile_schedule(trace, self._knobs, self._layout, self._reduces)
+        schedule = self._compile(trace)
         orders.insert(0, schedule)
         del orders[MAX_ORDERS_PER_KEY:]
         return schedule
+
+    def under(self, plan: ReleasePlan, layout: Layout) -> ScheduleBook:
+        """A book of the same orders, compiled under another plan."""
+        book = ScheduleBook(self._knobs, layout, self._reduces, plan)
+        compiled = {id(order): book._compile(order.trace) for order in self.schedules}
+        book._orders = {
+            key: [compiled[id(order)] for order in orders] for key, orders in self._orders.items()
+        }
+        return book
+
+    def _compile(self, trace: Trace) -> Schedule:
+        return compile_schedule(trace, self._knobs, self._layout, self._reduces, self._plan)
 
 
 @dataclass

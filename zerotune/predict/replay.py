@@ -1,0 +1,172 @@
+"""A schedule replayed against two clocks and a counter: compute, the link, and live elements.
+
+Compute goes from event to event in the seconds that were measured. The link carries one collective after the other, in
+the order of issue; an action that waits holds compute up until the link has got so far. Where communication takes
+processor time from compute, its seconds are added to compute when it is issued.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from zerotune.records import Profile
+from zerotune.schedule import Action, Collect, Drain, Gather, Layout, Reduce, Release, Schedule, Wait
+
+
+@dataclass
+class EventLoad:
+    """What the actions of one event do.
+
+    Attributes:
+        collectives: Issued there.
+        sent_bytes: Bytes that a rank sends of them.
+        handled_bytes: Bytes copied out of gather buffers, and into and out of reduce buckets.
+        acting_live: Largest number of live elements meanwhile, padded, gather buffers included.
+        live: Live elements afterwards.
+    """
+
+    collectives: int = 0
+    sent_bytes: float = 0.0
+    handled_bytes: float = 0.0
+    acting_live: int = 0
+    live: int = 0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What following a schedule takes.
+
+    Attributes:
+        seconds: From the first event until everything that the pass issued has landed.
+        exposed_s: Of these, what compute stood still for communication.
+        peak_live: Largest number of live elements.
+        loads: For each event, and for the end of the pass.
+    """
+
+    seconds: float
+    exposed_s: float
+    peak_live: int
+    loads: tuple[EventLoad, ...]
+
+
+def replay(schedule: Schedule, layout: Layout, compute_s: Sequence[float], profile: Profile) -> Replay:
+    """Predict one pass.
+
+    Args:
+        schedule: What it follows.
+        layout: The sizes the schedule was compiled for.
+        compute_s: For each event of its trace, seconds of compute from its actions to the next event.
+        profile: What communication costs, of which size elements are, and whether it overlaps.
+    """
+    assert len(compute_s) == len(schedule.actions), "one number for every event"
+    clocks = _Clocks(schedule, layout, profile)
+    for index, seconds in enumerate(compute_s):
+        # The opening counts with the first event, though the step before may have hidden some of it: all plans alike.
+        opening = schedule.opening if index == 0 else ()
+        clocks.act((*opening, *schedule.actions[index]))
+        clocks.now += seconds
+    clocks.act(schedule.at_end)
+    clocks.finish()
+    peak = max(load.acting_live for load in clocks.loads)
+    return Replay(clocks.now, clocks.exposed_s, peak, tuple(clocks.loads))
+
+
+@dataclass
+class _Clocks:
+    schedule: Schedule
+    layout: Layout
+    profile: Profile
+    now: float = 0.0  # the clock of compute
+    link_free: float = 0.0  # when the link has carried all that was issued
+    exposed_s: float = 0.0
+    live: int = 0
+    loads: list[EventLoad] = field(default_factory=list)
+    gathers: dict[int, tuple[tuple[int, ...], float]] = field(
+        default_factory=dict
+    )  # unit -> its gather, landing
+    reductions: deque[tuple[int, float]] = field(default_factory=deque)  # bucket, landing
+
+    def act(self, actions: Iterable[Action]) -> None:
+        """Carry out what the schedule says of one event."""
+        self.load = EventLoad(acting_live=self.live)
+        self.loads.append(self.load)
+        for action in actions:
+            match action:
+                case Gather(units=units):
+                    self._gather(units)
+                case Wait(units=units):
+                    for unit in units:
+                        self._land(unit)
+                case Release(units=units):
+                    self.live -= sum(self.layout.padded(unit) for unit in units)
+                case Collect(params=params):
+                    self._handle(sum(map(self.layout.param_padded, params)) * self.profile.reduce_itemsize)
+                case Reduce(bucket=bucket):
+                    self.reductions.append((bucket, self._issue(self._bucket_bytes(bucket))))
+                case Drain(keep=keep):
+                    self._drain(keep)
+        self.load.live = self.live
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
+        self._drain(0)
+        self._stand_until(self.link_free)
+
+    def _gather(self, units: tuple[int, ...]) -> None:
+        elements = sum(self.layout.padded(unit) for unit in units)
+        landing = self._issue(elements * self.profile.gather_itemsize)
+        self.live += elements
+        self._note_peak(self.live)
+        for unit in units:
+            self.gathers[unit] = (units, landing)
+
+    def _land(self, unit: int) -> None:
+        if unit not in self.gathers:
+            return
+        units, landing = self.gathers[unit]
+        self._stand_until(landing)
+        elements = sum(self.layout.padded(member) for member in units)
+        self._note_peak(self.live + elements)  # the storages beside the buffer, which goes then
+        self._handle(elements * self.profile.gather_itemsize)
+        for member in units:
+            del self.gathers[member]
+
+    def _drain(self, keep: int) -> None:
+        while len(self.reductions) > keep:
+            bucket, landing = self.reductions.popleft()
+            self._stand_until(landing)
+            self._handle(self._bucket_bytes(bucket))
+
+    def _bucket_bytes(self, bucket: int) -> int:
+        params = self.schedule.buckets[bucket].params
+        return sum(map(self.layout.param_padded, params)) * self.profile.reduce_itemsize
+
+    def _issue(self, full_bytes: int) -> float:
+        """Put a collective of so many bytes, full and padded, on the link; returns when it lands."""
+        link, ranks = self.profile.link, self.layout.ranks
+        sent = full_bytes * (ranks - 1) / ranks
+        self.load.collectives += 1
+        self.load.sent_bytes += sent
+        if ranks > 1:
+            begin = max(self.now, self.link_free)
+            self.link_free = begin + link.latency_s + sent * link.seconds_per_byte
+        landing = self.link_free if ranks > 1 else self.now
+        if self.profile.overlaps:
+            self.now += sent * link.stolen_s_per_byte
+        else:
+            self._stand_until(landing)
+        return landing
+
+    def _stand_until(self, landing: float) -> None:
+        if landing > self.now:
+            self.exposed_s += landing - self.now
+            self.now = landing
+
+    def _handle(self, nbytes: float) -> None:
+        self.load.handled_bytes += nbytes
+        self.now += nbytes * self.profile.link.handled_s_per_byte
+
+    def _note_peak(self, live: int) -> None:
+        self.load.acting_live = max(self.load.acting_live, live)
