@@ -47,7 +47,11 @@ def measured(
     **knobs: object,
 ) -> tuple[Schedule, Profile, Knobs]:
     """What a step that releases after each use would show: these seconds, and so many bytes beside live elements."""
-    settled = resolve_knobs(Knobs(param_persistence_threshold=0, **knobs), layout.largest_block)  # type: ignore[arg-type]
+    block = layout.largest_block
+    settled = resolve_knobs(
+        Knobs(param_persistence_threshold=0, **{"prefetch_distance": block} | knobs),  # type: ignore[arg-type]
+        block,
+    )
     schedule = compile_schedule(trace, settled, layout)
     followed = replay(schedule, layout, compute_s, profile_of(link))
     loads = followed.loads[:-1]
