@@ -39,7 +39,9 @@ def test_saved_tensors_gradients_and_temporaries_are_told_apart() -> None:
     def step() -> None:
         with mark(FORWARD):
             hidden = x * 2  # saved for the weight's gradient
-            loss = linear(hidden).exp().sum()  # what exp saves is gone when that gradient is made, its gradient is not
+            loss = (
+                linear(hidden).exp().sum()
+            )  # what exp saves is gone when that gradient is made, its gradient is not
         engine.backward(loss)
 
     found = profiled_step(engine, CPU, step)
@@ -99,7 +101,9 @@ def test_the_peak_is_explained_whatever_the_knobs(knobs, train) -> None:
 
 
 def test_hooks_leave_the_peak_as_it_is() -> None:
-    job = make_job({"gpt": {"layers": 2, "d_model": 64, "heads": 2, "vocab_size": 512, "sequence_length": 64}})
+    job = make_job(
+        {"gpt": {"layers": 2, "d_model": 64, "heads": 2, "vocab_size": 512, "sequence_length": 64}}
+    )
     peaks = [
         run(FakeContext(), make_spec(job, min_steps=2, max_steps=2, record_ledger=recorded)).measurement.memory[0].peak
         for recorded in (True, False)

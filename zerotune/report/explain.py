@@ -11,7 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from zerotune.records import ByteClass, CollectiveEntry, Ledger
+from zerotune.records import ByteClass, CollectiveEntry, Ledger, OperationBytes
 from zerotune.records.base import Record
 
 EXPOSED_SHARE = 0.15
@@ -73,6 +73,35 @@ class Held(Record):
     idle_byte_s: float
 
 
+class Peak(Record):
+    """What memory consists of where it is most, on the rank where that is most.
+
+    Attributes:
+        rank: That rank.
+        bytes: The allocator's peak of a profiled step; without one, the largest sum over the engine's own classes.
+        is_allocators: Which of the two.
+        classes: Bytes by class, which add up to it.
+        prefetched_bytes: Of the full parameters, the buffers of gathers that were under way.
+        complete: Units that were complete then.
+        prefetched: Units whose gathers were under way.
+        operations: What had allocated activations, gradients and temporaries, the largest first.
+    """
+
+    rank: int
+    bytes: int
+    is_allocators: bool
+    classes: dict[ByteClass, int]
+    prefetched_bytes: int
+    complete: list[str]
+    prefetched: list[str]
+    operations: list[OperationBytes]
+
+    @property
+    def other_share(self) -> float:
+        """Share of the peak that nothing accounts for."""
+        return abs(self.classes.get(ByteClass.OTHER, 0)) / self.bytes if self.bytes else 0.0
+
+
 class Finding(Record):
     """Something that stands out.
 
@@ -94,25 +123,28 @@ class Explanation(Record):
         ranks: Number of ledgers.
         step_s: From the ledger's beginning to the last thing in it, on the slowest rank.
         at_rest: Bytes by class at rest, of every rank.
-        peak_bytes: Largest sum over classes, on the rank where it is largest.
-        at_peak: Bytes by class then.
-        live_at_peak: Units that were full or in flight then.
+        peak: Where memory is most.
         flows: By purpose.
         held: By unit, those with most idle byte-seconds first.
-        gradient_peak: Largest bytes of gradients beside those at the end of backward.
+        gradient_peak: Largest bytes of gradients and their buckets.
+        bucket_bytes: Of the largest bucket of gradients that was reduced.
         findings: Worst first.
     """
 
     ranks: int
     step_s: float
     at_rest: list[dict[ByteClass, int]]
-    peak_bytes: int
-    at_peak: dict[ByteClass, int]
-    live_at_peak: list[str]
+    peak: Peak
     flows: list[Flow]
     held: list[Held]
     gradient_peak: int
+    bucket_bytes: int
     findings: list[Finding]
+
+    @property
+    def idle_byte_s(self) -> float:
+        """Bytes of full parameters times seconds that they lay idle, between last uses and releases."""
+        return sum(each.idle_byte_s for each in self.held)
 
 
 def explain(ledgers: Sequence[Ledger]) -> Explanation | None:
@@ -120,22 +152,20 @@ def explain(ledgers: Sequence[Ledger]) -> Explanation | None:
     if not ledgers:
         return None
     steps = [_end(ledger) for ledger in ledgers]
-    peaks = [_peak(ledger) for ledger in ledgers]
-    worst = max(range(len(ledgers)), key=lambda rank: peaks[rank][0])
-    peak_bytes, at_peak, when = peaks[worst]
+    peak = max((_peak(ledger, len(ledgers)) for ledger in ledgers), key=lambda peak: peak.bytes)
     flows = _flows(ledgers)
-    held = _held(ledgers[worst], len(ledgers))
+    held = _held(next(ledger for ledger in ledgers if ledger.rank == peak.rank), len(ledgers))
     step_s = max(steps)
+    reductions = [e for ledger in ledgers for e in ledger.collectives if e.purpose == "gradient"]
     return Explanation(
         ranks=len(ledgers),
         step_s=step_s,
         at_rest=[ledger.at_rest for ledger in ledgers],
-        peak_bytes=peak_bytes,
-        at_peak=at_peak,
-        live_at_peak=_live_at(ledgers[worst], when),
+        peak=peak,
         flows=flows,
         held=held,
         gradient_peak=max(ledger.peak.get(ByteClass.GRADIENT, 0) for ledger in ledgers),
+        bucket_bytes=max((_full_bytes(e, len(ledgers)) for e in reductions), default=0),
         findings=sorted(
             _findings(ledgers, step_s, flows, held), key=lambda finding: finding.cost_s, reverse=True
         ),
@@ -150,8 +180,20 @@ def _end(ledger: Ledger) -> float:
     return max([*times, *(sample.time_s for sample in ledger.samples[-1:])], default=0.0)
 
 
-def _peak(ledger: Ledger) -> tuple[int, dict[ByteClass, int], float]:
-    """Largest sum over classes, the classes then, and when."""
+def _peak(ledger: Ledger, ranks: int) -> Peak:
+    """The allocator's, or what the engine's own classes come to at most."""
+    found = ledger.memory
+    if found is not None:
+        return Peak(
+            rank=ledger.rank,
+            bytes=found.peak_bytes,
+            is_allocators=True,
+            classes=found.at_peak,
+            prefetched_bytes=found.prefetched_bytes,
+            complete=found.complete,
+            prefetched=found.prefetched,
+            operations=found.operations,
+        )
     now = dict(ledger.at_rest)
     best, classes, when = sum(now.values()), dict(now), 0.0
     for sample in ledger.samples:
@@ -159,7 +201,23 @@ def _peak(ledger: Ledger) -> tuple[int, dict[ByteClass, int], float]:
         total = sum(now.values())
         if total > best:
             best, classes, when = total, dict(now), sample.time_s
-    return best, classes, when
+    flying = [entry for entry in _gathers(ledger) if entry.issued_s <= when < entry.done_s]
+    lives = _lives(ledger).items()
+    return Peak(
+        rank=ledger.rank,
+        bytes=best,
+        is_allocators=False,
+        classes=classes,
+        prefetched_bytes=sum(_full_bytes(entry, ranks) for entry in flying),
+        complete=[unit for unit, each in lives if any(done <= when < end for _, done, end in each)],
+        prefetched=[unit for entry in flying for unit in entry.units],
+        operations=[],
+    )
+
+
+def _full_bytes(entry: CollectiveEntry, ranks: int) -> int:
+    """Bytes of the full tensor that a collective assembles or reduces."""
+    return entry.sent_bytes * ranks // (ranks - 1) if ranks > 1 else 4 * entry.elements
 
 
 def _gathers(ledger: Ledger) -> list[CollectiveEntry]:
@@ -178,10 +236,6 @@ def _lives(ledger: Ledger) -> dict[str, list[tuple[float, float, float]]]:
             released = next((t for t in releases[unit] if t >= entry.done_s), end)
             lives[unit].append((entry.issued_s, entry.done_s, released))
     return lives
-
-
-def _live_at(ledger: Ledger, when: float) -> list[str]:
-    return [unit for unit, lives in _lives(ledger).items() if any(b <= when < e for b, _, e in lives)]
 
 
 def _flows(ledgers: Sequence[Ledger]) -> list[Flow]:
@@ -216,8 +270,7 @@ def _held(ledger: Ledger, ranks: int) -> list[Held]:
     for entry in sorted(
         _gathers(ledger), key=lambda entry: -len(entry.units)
     ):  # a gather of its own knows best
-        full = entry.sent_bytes * ranks / (ranks - 1) if ranks > 1 else 4 * entry.elements
-        sizes.update(dict.fromkeys(entry.units, full / len(entry.units)))
+        sizes.update(dict.fromkeys(entry.units, _full_bytes(entry, ranks) / len(entry.units)))
     ends: dict[str, list[float]] = defaultdict(list)
     for use in ledger.uses:
         ends[use.scope].append(use.end_s)
