@@ -17,14 +17,19 @@ from zerotune.records.base import Record
 EXPOSED_SHARE = 0.15
 """Share of a step that may stand still for one purpose before it is a finding."""
 
+UNHIDDEN = 0.3
+"""Hidden over exposed time below which gathers count as not hidden at all: even without prefetch some time passes
+between issue and wait, while a prefetched gather is hidden for as long as a unit computes."""
+
 UNEVEN = 0.15
 """By how much of the step a rank may be waited for before it is called slow."""
 
 HUGE_SHARE = 0.5
 """Share of all gathered elements in one unit that makes it a finding."""
 
-IDLE_SHARE = 0.25
-"""Share of the step's byte-seconds of full parameters that may lie between last use and release."""
+IDLE_SHARE = 0.15
+"""Share of the time that units are full that may lie between last use and release: released after use it is hardly any,
+released with the step's end a quarter or more."""
 
 _TITLES = {
     "forward": "AllGather in forward",
@@ -295,10 +300,13 @@ def _held(ledger: Ledger, ranks: int) -> list[Held]:
 
 
 def _findings(ledgers: Sequence[Ledger], step_s: float, flows: list[Flow], held: list[Held]) -> list[Finding]:
-    found = [_slow_rank(ledgers, step_s)]
-    if found[0] is None:  # otherwise what is waited for is that rank, whatever the collective
-        found += [_exposed_gathers(flows, step_s), _exposed_reductions(ledgers, flows, step_s)]
-    found += [_kept_too_long(held), _huge_unit(ledgers)]
+    slow, huge = _slow_rank(ledgers, step_s), _huge_unit(ledgers)
+    found = [slow, huge, _kept_too_long(held)]
+    if slow is None:  # otherwise what is waited for is that rank, whatever the collective
+        gathers = _exposed_gathers(flows, step_s)
+        if gathers is not None and (huge is None or huge.cost_s < 0.5 * gathers.cost_s):
+            found.append(gathers)  # otherwise what is waited for is that unit
+        found.append(_exposed_reductions(ledgers, flows, step_s))
     return [finding for finding in found if finding is not None]
 
 
@@ -328,7 +336,7 @@ def _exposed_gathers(flows: list[Flow], step_s: float) -> Finding | None:
     if exposed < EXPOSED_SHARE * step_s:
         return None
     unit, seconds = max((u for f in gathers for u in f.longest), key=lambda pair: pair[1])
-    if hidden < 0.1 * exposed:
+    if hidden < UNHIDDEN * exposed:
         return Finding(
             cost_s=exposed,
             text=f"gathers are not hidden at all: {exposed * 1e3:.0f} ms of {step_s * 1e3:.0f} ms are waited for, longest "
@@ -389,7 +397,9 @@ def _huge_unit(ledgers: Sequence[Ledger]) -> Finding | None:
     unit, size = max(sizes.items(), key=lambda pair: pair[1])
     if size < HUGE_SHARE * total:
         return None
-    waited = max((_exposed(e) for e in _gathers(ledgers[0]) if unit in e.units), default=0.0)
+    waited = max(
+        sum(_exposed(entry) for entry in _gathers(ledger) if unit in entry.units) for ledger in ledgers
+    )
     return Finding(
         cost_s=waited,
         text=f"one unit is huge: {unit} has {size:,} of {total:,} gathered elements",

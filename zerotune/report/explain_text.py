@@ -134,7 +134,7 @@ def peak_rows(peak: Peak) -> list[tuple[str, int]]:
         ("temporaries, gradients on their way", peak.classes.get(ByteClass.TEMPORARY, 0)),
         ("other", peak.classes.get(ByteClass.OTHER, 0)),
     ]
-    return [(label, amount) for label, amount in rows if amount]
+    return [(label, amount) for label, amount in rows if amount or (label == "other" and peak.is_allocators)]
 
 
 def _names(units: list[str]) -> str:

@@ -94,6 +94,6 @@ def _render(template: str, **values: Any) -> str:
 def _inline(figure: go.Figure) -> str:
     """A figure as an element of a page that has plotly's script already."""
     html: str = figure.to_html(
-        full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}
+        full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
     )
     return html

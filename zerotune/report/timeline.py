@@ -71,7 +71,7 @@ def timeline_figure(steps: Sequence[tuple[str, Sequence[Ledger]]]) -> go.Figure:
         marker={"symbol": "line-ns", "size": 20, "line": {"width": 1.5, "color": _COLOURS["release"]}}, row=1, col=1,
     )  # fmt: skip
     for number, (rank, ledger) in enumerate(ranks):
-        _add_curve(figure, ledger, ByteClass.FULL, f"full, {rank}", number, row=2)
+        _add_curve(figure, ledger, ByteClass.FULL, f"full, {rank}", number, row=2, col=1)
     rows = [f"{rank} {lane}" for rank, _ in ranks for lane in _SCALES]
     figure.update_yaxes(categoryorder="array", categoryarray=rows[::-1], automargin=True, row=1, col=1)
     figure.update_yaxes(title_text="full, MiB", rangemode="tozero", row=2, col=1)
@@ -123,7 +123,7 @@ def memory_figure(history: MemoryHistory) -> go.Figure:
             )  # fmt: skip
     figure.add_scatter(
         x=[history.peak_s * 1e3], y=[history.peak_bytes / MIB], mode="markers+text", name="peak",
-        text=[f"peak {memory(history.peak_bytes)}"], textposition="top center", showlegend=False,
+        text=[f"peak {memory(history.peak_bytes)}"], textposition="top right", showlegend=False,
         marker={"symbol": "diamond", "size": 9, "color": _COLOURS["exposed"]}, hoverinfo="skip",
     )  # fmt: skip
     if history.backward_s is not None:

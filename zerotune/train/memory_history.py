@@ -244,8 +244,8 @@ def _allocation(size: int, above: list[str]) -> Allocation:
     if node is not None:
         return Allocation(size, ByteClass.TEMPORARY, node.removeprefix(_BACKWARD))
     if FORWARD in above:
-        operation = above[above.index(FORWARD) + 1 :][:1]
-        return Allocation(size, ByteClass.TEMPORARY, *operation)
+        below = above[above.index(FORWARD) + 1 :]
+        return Allocation(size, ByteClass.TEMPORARY, below[0] if below else "")
     return Allocation(size)
 
 
@@ -376,7 +376,9 @@ def _gathered(ledger: Ledger, when: float) -> tuple[list[str], list[CollectiveEn
     """Units that are complete at a moment, and the gathers that are under way."""
     complete: dict[str, bool] = {}
     flying = []
-    changes = [(release.time_s, (release.unit,), False) for release in ledger.releases]
+    changes: list[tuple[float, tuple[str, ...], bool]] = [
+        (release.time_s, (release.unit,), False) for release in ledger.releases
+    ]
     for entry in ledger.collectives:
         if entry.kind is CollectiveKind.ALL_GATHER and entry.purpose in GATHERS:
             changes.append((entry.done_s, entry.units, True))
