@@ -19,11 +19,13 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from zerotune.engine.group import RankGroup
 from zerotune.records import MemoryUse
 from zerotune.train.engines import TunedEngine
+from zerotune.train.memory_history import walk
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -33,16 +35,22 @@ def allocation_peak(function: Callable[[], object]) -> int:
     """Call ``function`` and return the most bytes of CPU tensors that were alive at once and allocated within."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in events
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
-    ]
-    peak = alive = 0
-    for _, nbytes in sorted(changes, key=lambda change: change[0]):
-        alive += nbytes
-        peak = max(peak, alive)
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    tree = profiler.profiler.kineto_results.experimental_event_tree()
+    changes = [event for event, _ in walk(tree) if event.tag == _EventType.Allocation]
+    alive: dict[int, int] = {}
+    peak = now = 0
+    for event in sorted(changes, key=lambda event: event.start_time_ns):
+        change = event.extra_fields
+        if change.device.type != "cpu":
+            continue
+        # By address: the profiler also reports frees of what it saw allocated when it last ran.
+        if change.alloc_size > 0:
+            alive[change.ptr] = change.alloc_size
+            now += change.alloc_size
+            peak = max(peak, now)
+        else:
+            now -= alive.pop(change.ptr, 0)
     return peak
 
 

@@ -172,7 +172,7 @@ class Event:
 
 def _events(profiler: Any, device: torch.device) -> list[Event]:
     """What matters of a profile, in the order of time."""
-    found = list(_walk(profiler.profiler.kineto_results.experimental_event_tree()))
+    found = list(walk(profiler.profiler.kineto_results.experimental_event_tree()))
     found.sort(key=lambda each: each[0].start_time_ns)
     begun_ns = found[0][0].start_time_ns if found else 0
     alive: dict[int, Allocation] = {}
@@ -224,7 +224,7 @@ _Parents = tuple[tuple[int, str], ...]
 """Number and name of the events around one, the outermost first."""
 
 
-def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, _Parents]]:
+def walk(roots: Iterable[Any]) -> Iterator[tuple[Any, _Parents]]:
     """Every event of a profile with those around it."""
     waiting: list[tuple[Any, _Parents]] = [(root, ()) for root in reversed(list(roots))]
     while waiting:
