@@ -4,7 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test lint unit faults fuzz matrix bench lock figures clean
+# Pages are opened in a browser; Debian's is taken where there is none and packages may be installed.
+BROWSER = $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
+.PHONY: setup demo test browser lint unit faults fuzz matrix bench lock figures clean
 
 setup: $(READY)
 
@@ -30,8 +33,15 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 # Two workers: one for the tests that train on ranks, one for all others (tests/conftest.py).
-unit: $(READY)
+unit: $(READY) browser
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+browser:
+ifeq ($(BROWSER),)
+	-@[ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && apt-get update -qq \
+	  && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core > /dev/null \
+	  || echo "no chromium: the tests that open a page are skipped"
+endif
 
 # Kills at 50 random moments during saves; `make test` has three of them.
 faults: $(READY)

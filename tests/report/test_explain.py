@@ -144,8 +144,9 @@ def test_figures_are_the_ledgers() -> None:
     forward = next(flow for flow in found.flows if flow.purpose == "forward")
     assert forward.count == 4 and forward.sent_bytes == 8000
     assert forward.exposed_s == pytest.approx(4 * GATHER_S) and forward.hidden_s == pytest.approx(0)
-    assert found.peak_bytes == 8000 + 16000 + 4000
-    assert found.live_at_peak == ["blocks.0"]
+    assert found.peak.bytes == 8000 + 16000 + 4000 == sum(found.peak.classes.values())
+    assert not found.peak.is_allocators
+    assert found.peak.complete == ["blocks.0"]
     assert found.step_s == pytest.approx(8 * (COMPUTE_S + GATHER_S) + 0.009)
     # Prefetched, all but the first gather is hidden.
     hidden = explain([ledger(Step())])

@@ -61,7 +61,7 @@ def engine() -> PlainEngine:
 
 
 def test_memory_use_adds_what_rests_and_the_steps_peak():
-    use = memory_use(engine(), CPU, lambda: torch.empty(1000))
+    use = memory_use(engine(), CPU, lambda: allocation_peak(lambda: torch.empty(1000)))
     assert (use.at_rest, use.peak, use.peak_allocated) == (40_000, 44_000, 44_000)
     assert use.resident_peak > 10 * MIB and use.peak_live_elements == 10_000
     assert of_all_ranks(use, RankGroup.default("cpu")) == [use]

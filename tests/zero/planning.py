@@ -120,6 +120,7 @@ def train_by_hand(rank: int, size: int, plans: dict[int, ReleasePlan], precision
         live.append(engine.peak_live_elements - expected)
         if step in plans:
             engine._use_plan(plans[step])
+    engine.flush()
     full = engine.ledger.bytes(ByteClass.FULL)
     trained = Trained(losses, engine.full_state_dict(), engine._executor.plan, [], True, live, peak=full)
     engine.close()

@@ -7,12 +7,17 @@ and on torch's own threads, but not the frees of what was allocated before it be
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "zerotune::mark"
+
+Parents = tuple[tuple[int, str], ...]
+"""Events around an event of a profile, the outermost first: number and name."""
 
 
 class AllocationRecorder(Protocol):
@@ -57,21 +62,36 @@ class CpuAllocations:
 
     def stop(self) -> list[int]:
         self._profiler.stop()
-        changes: list[tuple[int, int | None]] = []  # time, and bytes or a mark
-        for event in self._profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
-            if event.name() == _MARK:
-                changes.append((event.start_ns(), None))
-            elif event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
-                changes.append((event.start_ns(), event.nbytes()))  # type: ignore[union-attr]
+        assert self._profiler.profiler is not None and self._profiler.profiler.kineto_results is not None
+        tree = self._profiler.profiler.kineto_results.experimental_event_tree()
         held = self._at_rest
         peaks = [held]
-        for _, nbytes in sorted(changes, key=lambda change: change[0]):
-            if nbytes is None:
+        alive: dict[int, int] = {}
+        for event in sorted((event for event, _ in walk(tree)), key=lambda event: event.start_time_ns):
+            if event.name == _MARK:
                 peaks.append(held)
-            else:
-                held += nbytes
-                peaks[-1] = max(peaks[-1], held)
+            elif event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+                change = event.extra_fields
+                # By address: the profiler also reports frees of what it saw allocated when it last ran.
+                if change.alloc_size > 0:
+                    alive[change.ptr] = change.alloc_size
+                    held += change.alloc_size
+                    peaks[-1] = max(peaks[-1], held)
+                else:
+                    held -= alive.pop(change.ptr, 0)
         return peaks
+
+
+def walk(roots: Iterable[Any]) -> Iterator[tuple[Any, Parents]]:
+    """Every event of a profile with those around it."""
+    waiting: list[tuple[Any, Parents]] = [(root, ()) for root in reversed(list(roots))]
+    while waiting:
+        event, parents = waiting.pop()
+        yield event, parents
+        children = event.children
+        if children:
+            below = (*parents, (event.id, event.name))
+            waiting += [(child, below) for child in reversed(children)]
 
 
 class CudaAllocations:

@@ -6,6 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from zerotune.models.marks import mark
 from zerotune.records import (
     ByteClass,
     ByteSample,
@@ -15,6 +18,10 @@ from zerotune.records import (
     ReleaseEntry,
     UseEntry,
 )
+
+BEGIN_MARK = "zerotune::ledger"
+BYTES_MARK = "zerotune::bytes "
+"""In a profile every change of a class that is recorded has a mark: this, the class, and its bytes from then on."""
 
 
 @dataclass
@@ -76,6 +83,9 @@ class LedgerKeeper:
             self._peak[byte_class] = now
         if self._is_recording:
             self._samples.append(ByteSample(time_s=self._now(), byte_class=byte_class, bytes=now))
+            if torch.autograd._profiler_enabled():
+                with mark(f"{BYTES_MARK}{byte_class} {now}"):
+                    pass
 
     def add_live(self, elements: int) -> None:
         """Count elements of full parameters that became or ceased to be live."""
@@ -158,6 +168,8 @@ class LedgerKeeper:
         """Start recording; peaks and counts begin anew."""
         self._is_recording = True
         self._begun_s = time.perf_counter()
+        with mark(BEGIN_MARK):
+            pass
         self._entries = []
         self._samples = []
         self._uses = []

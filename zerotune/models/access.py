@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerotune.models.marks import ENGINE, mark
 from zerotune.models.uses import tensors_in
 
 
@@ -45,7 +46,8 @@ class AccessWatch(TorchDispatchMode):
             if tensor.layout is torch.strided and not is_wrapper(type(tensor)):
                 unit = self._owners.get(tensor.untyped_storage()._cdata)
                 if unit is not None:
-                    self._report(unit)
+                    with mark(ENGINE):
+                        self._report(unit)
         return func(*args, **kwargs)
 
 
@@ -64,7 +66,8 @@ class PartitionedParameter(nn.Parameter):
         if not torch.compiler.is_compiling() and reads_values(func):
             for tensor in tensors_in((args, kwargs)):
                 if issubclass(type(tensor), PartitionedParameter):  # isinstance() of a Parameter is slow
-                    tensor.on_read()  # type: ignore[attr-defined]
+                    with mark(ENGINE):
+                        tensor.on_read()  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

@@ -32,6 +32,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from zerotune.config.errors import UsageError
+from zerotune.models.marks import ENGINE, mark
 from zerotune.schedule import Phase
 
 
@@ -146,11 +147,20 @@ class UseWatcher:
         self._handles.clear()
         self.reset()
 
+    def _announce(self, call: _Call, phase: Phase | None = None) -> None:
+        with mark(ENGINE):
+            self._listener.enter(phase or call.phase, call.scope.name, call.units)
+
+    def _announce_end(self, call: _Call, phase: Phase | None = None) -> None:
+        with mark(ENGINE):
+            self._listener.exit(phase or call.phase, call.scope.name, call.units)
+
     # -------------------------------------------------------------------------------------------------- forward
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_recomputing:
-            self._listener.begin_forward(module)
+            with mark(ENGINE):
+                self._listener.begin_forward(module)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._is_recomputing:
@@ -163,7 +173,7 @@ class UseWatcher:
     def _before_forward(self, scope: _Scope) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             call = _Call(scope, Phase.RECOMPUTE if self._is_recomputing else Phase.FORWARD)
-            self._listener.enter(call.phase, scope.name, call.units)
+            self._announce(call)
             self._calls.append(call)
             if torch.is_grad_enabled():
                 # A leaf's hook may run before the last parameter's gradient is there (see [Note: recomputation]).
@@ -175,10 +185,10 @@ class UseWatcher:
     def _after_forward(self, scope: _Scope) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             call = self._calls.pop()
-            self._listener.exit(call.phase, call.scope.name, call.units)
+            self._announce_end(call)
             while call.scope is not scope:  # a call inside this one raised, and the model caught it
                 call = self._calls.pop()
-                self._listener.exit(call.phase, call.scope.name, call.units)
+                self._announce_end(call)
             if torch.is_grad_enabled():
                 nodes = {t.grad_fn for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None}
                 for node in nodes:
@@ -206,7 +216,7 @@ class UseWatcher:
             self._graph_tasks.add(task)
             Variable._execution_engine.queue_callback(lambda: self._end_graph_task(task))
         self._open_backward.append(call)
-        self._listener.enter(Phase.BACKWARD, call.scope.name, call.units)
+        self._announce(call, Phase.BACKWARD)
 
     def _exit_backward(self, call: _Call) -> None:
         if not call.is_open:
@@ -214,7 +224,7 @@ class UseWatcher:
         self._end_recomputation()
         call.is_open = False
         self._open_backward.remove(call)
-        self._listener.exit(Phase.BACKWARD, call.scope.name, call.units)
+        self._announce_end(call, Phase.BACKWARD)
 
     def _end_graph_task(self, task: int) -> None:
         """A backward pass, perhaps one inside another, has propagated everything: its uses end."""
@@ -225,7 +235,7 @@ class UseWatcher:
         """End recomputed forwards that were stopped early: nothing else runs a forward between backward events."""
         while self._calls and self._calls[-1].phase is Phase.RECOMPUTE:
             call = self._calls.pop()
-            self._listener.exit(call.phase, call.scope.name, call.units)
+            self._announce_end(call)
 
 
 def _when_all_have_grads(inputs: list[torch.Tensor], then: Callable[[Any], None]) -> None:

@@ -10,13 +10,21 @@ from zerotune.records.base import Record
 
 
 class ByteClass(StrEnum):
-    """What the bytes are for."""
+    """What the bytes are for.
+
+    An engine counts the first five itself. The others are told apart in the allocator's own history of a step: what
+    autograd saves for backward, results of operations that nothing saves (in backward: gradients on their way), and
+    what remains.
+    """
 
     SHARD = "shard"
+    OPTIMIZER = "optimizer"
     FULL = "full"
     POOLED = "pooled"
     GRADIENT = "gradient"
-    OPTIMIZER = "optimizer"
+    ACTIVATION = "activation"
+    TEMPORARY = "temporary"
+    OTHER = "other"
 
 
 class CollectiveKind(StrEnum):
@@ -87,6 +95,57 @@ class ReleaseEntry(Record):
     time_s: float
 
 
+class MemoryPoint(Record):
+    """Bytes alive at one moment, by class; they add up to what the allocator had handed out."""
+
+    time_s: float
+    bytes: dict[ByteClass, int]
+
+
+class OperationBytes(Record):
+    """What one kind of operation had allocated and was alive at the peak.
+
+    Attributes:
+        operation: Name of the operation, or in backward of the graph node.
+        byte_class: What it was for.
+        count: Number of allocations.
+        bytes: Of all of them.
+    """
+
+    operation: str
+    byte_class: ByteClass
+    count: int
+    bytes: int
+
+
+class MemoryHistory(Record):
+    """The allocator's history of one untimed step, all of it explained.
+
+    Times are seconds since that step began; a profiler ran, so they are no times of a step.
+
+    Attributes:
+        peak_bytes: The allocator's peak: what was at rest and the largest running sum of allocations.
+        peak_s: When.
+        at_peak: Bytes by class then.
+        complete: Units whose full parameters were complete then.
+        prefetched: Units whose gathers were under way then.
+        prefetched_bytes: What these gathers' buffers took.
+        operations: What had allocated activations, gradients and temporaries, the largest first.
+        points: Bytes over time: of every stretch of time the moment when they were most.
+        backward_s: When backward began.
+    """
+
+    peak_bytes: int
+    peak_s: float
+    at_peak: dict[ByteClass, int]
+    complete: list[str]
+    prefetched: list[str]
+    prefetched_bytes: int
+    operations: list[OperationBytes]
+    points: list[MemoryPoint]
+    backward_s: float | None
+
+
 class Ledger(Record):
     """Everything one rank recorded of one step.
 
@@ -99,6 +158,7 @@ class Ledger(Record):
         peak_live_elements: Largest number of live elements within the step.
         uses: In the order of their ends; a module's use encloses those of the modules inside it.
         releases: In order.
+        memory: The allocator's history of another step, where one was profiled.
     """
 
     rank: int
@@ -109,3 +169,4 @@ class Ledger(Record):
     peak_live_elements: int
     uses: list[UseEntry] = Field(default_factory=list)
     releases: list[ReleaseEntry] = Field(default_factory=list)
+    memory: MemoryHistory | None = None

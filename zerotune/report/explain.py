@@ -10,12 +10,16 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from zerotune.records import ByteClass, CollectiveEntry, Ledger
+from zerotune.records import ByteClass, CollectiveEntry, Ledger, OperationBytes
 from zerotune.records.base import Record
 from zerotune.records.flow import Flow, exposed_s, flows_of
 
 EXPOSED_SHARE = 0.15
 """Share of a step that may stand still for one purpose before it is a finding."""
+
+UNHIDDEN = 0.3
+"""Hidden over exposed time below which gathers count as not hidden at all: even without prefetch some time passes
+between issue and wait, while a prefetched gather is hidden for as long as a unit computes."""
 
 UNEVEN = 0.15
 """By how much of the step a rank may be waited for before it is called slow."""
@@ -23,8 +27,9 @@ UNEVEN = 0.15
 HUGE_SHARE = 0.5
 """Share of all gathered elements in one unit that makes it a finding."""
 
-IDLE_SHARE = 0.25
-"""Share of the step's byte-seconds of full parameters that may lie between last use and release."""
+IDLE_SHARE = 0.15
+"""Share of the time that units are full that may lie between last use and release: released after use it is hardly any,
+released with the step's end a quarter or more."""
 
 
 class Held(Record):
@@ -41,6 +46,35 @@ class Held(Record):
     live_s: float
     idle_s: float
     idle_byte_s: float
+
+
+class Peak(Record):
+    """What memory consists of where it is most, on the rank where that is most.
+
+    Attributes:
+        rank: That rank.
+        bytes: The allocator's peak of a profiled step; without one, the largest sum over the engine's own classes.
+        is_allocators: Which of the two.
+        classes: Bytes by class, which add up to it.
+        prefetched_bytes: Of the full parameters, the buffers of gathers that were under way.
+        complete: Units that were complete then.
+        prefetched: Units whose gathers were under way.
+        operations: What had allocated activations, gradients and temporaries, the largest first.
+    """
+
+    rank: int
+    bytes: int
+    is_allocators: bool
+    classes: dict[ByteClass, int]
+    prefetched_bytes: int
+    complete: list[str]
+    prefetched: list[str]
+    operations: list[OperationBytes]
+
+    @property
+    def other_share(self) -> float:
+        """Share of the peak that nothing accounts for."""
+        return abs(self.classes.get(ByteClass.OTHER, 0)) / self.bytes if self.bytes else 0.0
 
 
 class Finding(Record):
@@ -64,25 +98,28 @@ class Explanation(Record):
         ranks: Number of ledgers.
         step_s: From the ledger's beginning to the last thing in it, on the slowest rank.
         at_rest: Bytes by class at rest, of every rank.
-        peak_bytes: Largest sum over classes, on the rank where it is largest.
-        at_peak: Bytes by class then.
-        live_at_peak: Units that were full or in flight then.
+        peak: Where memory is most.
         flows: By purpose.
         held: By unit, those with most idle byte-seconds first.
-        gradient_peak: Largest bytes of gradients beside those at the end of backward.
+        gradient_peak: Largest bytes of gradients and their buckets.
+        bucket_bytes: Of the largest bucket of gradients that was reduced.
         findings: Worst first.
     """
 
     ranks: int
     step_s: float
     at_rest: list[dict[ByteClass, int]]
-    peak_bytes: int
-    at_peak: dict[ByteClass, int]
-    live_at_peak: list[str]
+    peak: Peak
     flows: list[Flow]
     held: list[Held]
     gradient_peak: int
+    bucket_bytes: int
     findings: list[Finding]
+
+    @property
+    def idle_byte_s(self) -> float:
+        """Bytes of full parameters times seconds that they lay idle, between last uses and releases."""
+        return sum(each.idle_byte_s for each in self.held)
 
 
 def explain(ledgers: Sequence[Ledger]) -> Explanation | None:
@@ -90,22 +127,20 @@ def explain(ledgers: Sequence[Ledger]) -> Explanation | None:
     if not ledgers:
         return None
     steps = [_end(ledger) for ledger in ledgers]
-    peaks = [_peak(ledger) for ledger in ledgers]
-    worst = max(range(len(ledgers)), key=lambda rank: peaks[rank][0])
-    peak_bytes, at_peak, when = peaks[worst]
+    peak = max((_peak(ledger, len(ledgers)) for ledger in ledgers), key=lambda peak: peak.bytes)
     flows = flows_of(ledgers)
-    held = _held(ledgers[worst], len(ledgers))
+    held = _held(next(ledger for ledger in ledgers if ledger.rank == peak.rank), len(ledgers))
     step_s = max(steps)
+    reductions = [e for ledger in ledgers for e in ledger.collectives if e.purpose == "gradient"]
     return Explanation(
         ranks=len(ledgers),
         step_s=step_s,
         at_rest=[ledger.at_rest for ledger in ledgers],
-        peak_bytes=peak_bytes,
-        at_peak=at_peak,
-        live_at_peak=_live_at(ledgers[worst], when),
+        peak=peak,
         flows=flows,
         held=held,
         gradient_peak=max(ledger.peak.get(ByteClass.GRADIENT, 0) for ledger in ledgers),
+        bucket_bytes=max((_full_bytes(e, len(ledgers)) for e in reductions), default=0),
         findings=sorted(
             _findings(ledgers, step_s, flows, held), key=lambda finding: finding.cost_s, reverse=True
         ),
@@ -120,8 +155,20 @@ def _end(ledger: Ledger) -> float:
     return max([*times, *(sample.time_s for sample in ledger.samples[-1:])], default=0.0)
 
 
-def _peak(ledger: Ledger) -> tuple[int, dict[ByteClass, int], float]:
-    """Largest sum over classes, the classes then, and when."""
+def _peak(ledger: Ledger, ranks: int) -> Peak:
+    """The allocator's, or what the engine's own classes come to at most."""
+    found = ledger.memory
+    if found is not None:
+        return Peak(
+            rank=ledger.rank,
+            bytes=found.peak_bytes,
+            is_allocators=True,
+            classes=found.at_peak,
+            prefetched_bytes=found.prefetched_bytes,
+            complete=found.complete,
+            prefetched=found.prefetched,
+            operations=found.operations,
+        )
     now = dict(ledger.at_rest)
     best, classes, when = sum(now.values()), dict(now), 0.0
     for sample in ledger.samples:
@@ -129,7 +176,23 @@ def _peak(ledger: Ledger) -> tuple[int, dict[ByteClass, int], float]:
         total = sum(now.values())
         if total > best:
             best, classes, when = total, dict(now), sample.time_s
-    return best, classes, when
+    flying = [entry for entry in _gathers(ledger) if entry.issued_s <= when < entry.done_s]
+    lives = _lives(ledger).items()
+    return Peak(
+        rank=ledger.rank,
+        bytes=best,
+        is_allocators=False,
+        classes=classes,
+        prefetched_bytes=sum(_full_bytes(entry, ranks) for entry in flying),
+        complete=[unit for unit, each in lives if any(done <= when < end for _, done, end in each)],
+        prefetched=[unit for entry in flying for unit in entry.units],
+        operations=[],
+    )
+
+
+def _full_bytes(entry: CollectiveEntry, ranks: int) -> int:
+    """Bytes of the full tensor that a collective assembles or reduces."""
+    return entry.sent_bytes * ranks // (ranks - 1) if ranks > 1 else 4 * entry.elements
 
 
 def _gathers(ledger: Ledger) -> list[CollectiveEntry]:
@@ -150,18 +213,13 @@ def _lives(ledger: Ledger) -> dict[str, list[tuple[float, float, float]]]:
     return lives
 
 
-def _live_at(ledger: Ledger, when: float) -> list[str]:
-    return [unit for unit, lives in _lives(ledger).items() if any(b <= when < e for b, _, e in lives)]
-
-
 def _held(ledger: Ledger, ranks: int) -> list[Held]:
     """Per unit, with the uses of its own scope; a unit whose scope has none was used by another's."""
     sizes: dict[str, float] = {}
     for entry in sorted(
         _gathers(ledger), key=lambda entry: -len(entry.units)
     ):  # a gather of its own knows best
-        full = entry.sent_bytes * ranks / (ranks - 1) if ranks > 1 else 4 * entry.elements
-        sizes.update(dict.fromkeys(entry.units, full / len(entry.units)))
+        sizes.update(dict.fromkeys(entry.units, _full_bytes(entry, ranks) / len(entry.units)))
     ends: dict[str, list[float]] = defaultdict(list)
     for use in ledger.uses:
         ends[use.scope].append(use.end_s)
@@ -186,10 +244,13 @@ def _held(ledger: Ledger, ranks: int) -> list[Held]:
 
 
 def _findings(ledgers: Sequence[Ledger], step_s: float, flows: list[Flow], held: list[Held]) -> list[Finding]:
-    found = [_slow_rank(ledgers, step_s)]
-    if found[0] is None:  # otherwise what is waited for is that rank, whatever the collective
-        found += [_exposed_gathers(flows, step_s), _exposed_reductions(ledgers, flows, step_s)]
-    found += [_kept_too_long(held), _huge_unit(ledgers)]
+    slow, huge = _slow_rank(ledgers, step_s), _huge_unit(ledgers)
+    found = [slow, huge, _kept_too_long(held)]
+    if slow is None:  # otherwise what is waited for is that rank, whatever the collective
+        gathers = _exposed_gathers(flows, step_s)
+        if gathers is not None and (huge is None or huge.cost_s < 0.5 * gathers.cost_s):
+            found.append(gathers)  # otherwise what is waited for is that unit
+        found.append(_exposed_reductions(ledgers, flows, step_s))
     return [finding for finding in found if finding is not None]
 
 
@@ -219,7 +280,7 @@ def _exposed_gathers(flows: list[Flow], step_s: float) -> Finding | None:
     if exposed < EXPOSED_SHARE * step_s:
         return None
     unit, seconds = max((u for f in gathers for u in f.longest), key=lambda pair: pair[1])
-    if hidden < 0.1 * exposed:
+    if hidden < UNHIDDEN * exposed:
         return Finding(
             cost_s=exposed,
             text=f"gathers are not hidden at all: {exposed * 1e3:.0f} ms of {step_s * 1e3:.0f} ms are waited for, longest "
@@ -280,7 +341,9 @@ def _huge_unit(ledgers: Sequence[Ledger]) -> Finding | None:
     unit, size = max(sizes.items(), key=lambda pair: pair[1])
     if size < HUGE_SHARE * total:
         return None
-    waited = max((exposed_s(e) for e in _gathers(ledgers[0]) if unit in e.units), default=0.0)
+    waited = max(
+        sum(exposed_s(entry) for entry in _gathers(ledger) if unit in entry.units) for ledger in ledgers
+    )
     return Finding(
         cost_s=waited,
         text=f"one unit is huge: {unit} has {size:,} of {total:,} gathered elements",

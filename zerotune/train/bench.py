@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,7 +237,10 @@ class _Bench:
             if name != COMPUTE:
                 engine: Any = loop.engine
                 uses = memory.of_all_ranks(
-                    memory.memory_use(engine, self.group.device, loop.take_step), self.group
+                    memory.memory_use(
+                        engine, self.group.device, partial(memory.allocation_peak, loop.whole_step)
+                    ),
+                    self.group,
                 )
                 ratios[f"{name}/limit"] = paired_ratio(times[name], limits)
             figures.append(

@@ -13,6 +13,7 @@ from zerotune.config.errors import RunFailed
 from zerotune.config.schema import JobConfig
 from zerotune.engine.group import RankGroup
 from zerotune.engine.protocol import Engine
+from zerotune.models.marks import FORWARD, mark
 from zerotune.models.task import Task
 from zerotune.train.data import Data
 from zerotune.train.lr import lr_multiplier, set_lr
@@ -69,8 +70,9 @@ class Loop:
         self.tokens = 0.0
         for micro in range(self.plan.accumulation):
             indices = micro_batch_indices(self.plan, group.size, group.rank, micro)
-            batch = self.data.batch(self.step, indices).to(group.device)
-            loss, weight = self.task.loss(self.engine, batch)
+            with mark(FORWARD):
+                batch = self.data.batch(self.step, indices).to(group.device)
+                loss, weight = self.task.loss(self.engine, batch)
             self.engine.backward(loss, weight)
             # Data of the user's own has no tokens; its items stand in for them.
             self.tokens += weight if batch.tokens is None else batch.tokens
@@ -81,6 +83,11 @@ class Loop:
             self.skipped.append(self.step - 1)
         else:
             self.check_loss()
+
+    def whole_step(self) -> None:
+        """Take one optimizer step, and end what it begins for the next one."""
+        self.take_step()
+        self.engine.flush()
 
     def check_loss(self) -> None:
         """Whether the latest loss is a number; that of a skipped step need not be, but that of the last step.

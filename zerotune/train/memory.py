@@ -65,27 +65,24 @@ def bytes_in_use(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
-def memory_use(engine: TunedEngine, device: torch.device, step: Callable[[], object] | None) -> MemoryUse:
+def memory_use(engine: TunedEngine, device: torch.device, step_peak: Callable[[], int] | None) -> MemoryUse:
     """This rank's memory.
 
     Args:
         engine: Whose bytes at rest are asked for.
         device: Where it runs.
-        step: Takes one optimizer step, untimed, to be profiled on CPU. Without it the peak on CPU is the resident
-            one, which includes Python and torch.
+        step_peak: Takes one optimizer step, untimed, and returns the most bytes that it had allocated at once (see
+            :func:`allocation_peak`); called on CPU. Without it the peak on CPU is the resident one, which includes
+            Python and torch.
     """
     engine.flush()
+    live = engine.peak_live_elements
     at_rest = sum(engine.at_rest().values())
     resident = resident_peak()
     if device.type == "cuda":
         peak, peak_allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
-    elif step is not None:
-
-        def whole_step() -> None:
-            step()
-            engine.flush()  # what the step begins for the next one ends inside, too
-
-        peak = peak_allocated = at_rest + allocation_peak(whole_step)
+    elif step_peak is not None:
+        peak = peak_allocated = at_rest + step_peak()
     else:
         peak = peak_allocated = resident
     return MemoryUse(
@@ -93,7 +90,7 @@ def memory_use(engine: TunedEngine, device: torch.device, step: Callable[[], obj
         peak_allocated=peak_allocated,
         at_rest=at_rest,
         resident_peak=resident,
-        peak_live_elements=engine.peak_live_elements,
+        peak_live_elements=max(live, engine.peak_live_elements),
     )
 
 

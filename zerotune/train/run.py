@@ -11,12 +11,13 @@ from zerotune.config.schema import JobConfig
 from zerotune.engine.group import RankGroup
 from zerotune.models.build import build_model
 from zerotune.models.deferred import deferred
-from zerotune.records import Ledger, Measurement, MemoryUse
+from zerotune.records import Ledger, Measurement, MemoryHistory, MemoryUse
 from zerotune.train import memory, saving
 from zerotune.train.context import RankContext
 from zerotune.train.data import build_data
 from zerotune.train.engines import TunedEngine, make_engine, settling_steps
 from zerotune.train.loop import Loop
+from zerotune.train.memory_history import profiled_step
 from zerotune.train.progress import Reporter
 from zerotune.train.spec import RankReport, RunSpec
 from zerotune.train.steady import Steady, Stopwatch, measure_steps, measurement
@@ -85,12 +86,12 @@ def _measure(
     loop.check_loss()
     reporter.phase("profile")
     ledger = _step_with_ledger(loop, engine) if spec.record_ledger else None
-    ranks_memory = _memory(loop, engine, spec)
+    ranks_memory, history = _memory(loop, engine, spec)
     return RankReport(
         rank=loop.group.rank,
         job=loop.job,
         measurement=_measurement(loop, steady, ranks_memory, ledger, spec, startup_s),
-        ledger=ledger,
+        ledger=_with_history(ledger, history),
         losses=loop.losses,
         skipped=loop.skipped,
         first_step=first_step,
@@ -109,13 +110,14 @@ def _train(
     stopwatch = Stopwatch()
     ledger: Ledger | None = None
     ranks_memory: list[MemoryUse] | None = None
+    history: MemoryHistory | None = None
     checkpoint: str | None = None
 
     reporter.phase("train", loop.step, job.train.steps)
     while loop.step < job.train.steps:
         step, began = loop.step, time.perf_counter()
         if step == memory_step:
-            ranks_memory = _memory(loop, engine, spec)
+            ranks_memory, history = _memory(loop, engine, spec)
             if loop.step == step:  # nothing was profiled
                 loop.take_step()
         elif step == ledger_step and spec.record_ledger:
@@ -140,7 +142,7 @@ def _train(
         rank=loop.group.rank,
         job=job,
         measurement=_measurement(loop, steady, ranks_memory, ledger, spec, startup_s),
-        ledger=ledger,
+        ledger=_with_history(ledger, history),
         losses=loop.losses,
         skipped=loop.skipped,
         first_step=first_step,
@@ -154,10 +156,27 @@ def _step_with_ledger(loop: Loop, engine: TunedEngine) -> Ledger:
     return engine.end_ledger()
 
 
-def _memory(loop: Loop, engine: TunedEngine, spec: RunSpec) -> list[MemoryUse]:
-    """Memory of every rank; on CPU it takes a step to find out, if ``spec.profile_memory`` says so."""
-    step = loop.take_step if spec.profile_memory else None
-    return memory.of_all_ranks(memory.memory_use(engine, loop.group.device, step), loop.group)
+def _memory(loop: Loop, engine: TunedEngine, spec: RunSpec) -> tuple[list[MemoryUse], MemoryHistory | None]:
+    """Memory of every rank, and this rank's history; it takes a step to find out, if ``spec.profile_memory`` says so."""
+    device = loop.group.device
+    history: MemoryHistory | None = None
+
+    def step_peak() -> int:
+        nonlocal history
+        if not spec.record_ledger:
+            return memory.allocation_peak(loop.whole_step)
+        rest = sum(engine.at_rest().values())
+        history = profiled_step(engine, device, loop.whole_step)
+        return history.peak_bytes - rest
+
+    use = memory.memory_use(engine, device, step_peak if spec.profile_memory else None)
+    if device.type == "cuda" and spec.profile_memory and spec.record_ledger:
+        step_peak()  # the allocator knows its peak by itself, but not whose it is
+    return memory.of_all_ranks(use, loop.group), history
+
+
+def _with_history(ledger: Ledger | None, history: MemoryHistory | None) -> Ledger | None:
+    return ledger.model_copy(update={"memory": history}) if ledger is not None else None
 
 
 def _measurement(
