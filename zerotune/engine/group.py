@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from zerotune.engine.guard import guard_of
+from zerotune.engine.guard import DeviceWork, guard_of
 from zerotune.records import CollectiveKind
 
 
@@ -42,14 +43,21 @@ class RankGroup:
         """``gloo``, ``nccl``, or ``none`` for a single process."""
         return "none" if self.process_group is None else dist.get_backend(self.process_group)
 
-    def gather_numbers(self, values: list[float]) -> list[list[float]]:
+    def gather_numbers(self, values: Sequence[float | torch.Tensor]) -> list[list[float]]:
         """Exchange a few numbers: every rank gets every rank's, as float64, in rank order.
 
-        It waits for the slowest rank and, on CUDA, for the device: not for use inside a step.
+        It waits for the slowest rank and, on CUDA, for the device, once: not for use inside a pass.
+
+        Args:
+            values: Numbers, or scalars on the group's device, which need not be read by the host before.
         """
         if self.size == 1:
-            return [list(values)]
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+            return [[float(value) for value in values]]
+        known = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
+        mine = torch.tensor(known, dtype=torch.float64).to(self.device, non_blocking=True)
+        for index, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                mine[index].copy_(value)
         everyone = torch.empty(self.size * len(values), dtype=torch.float64, device=self.device)
         guard = guard_of(self.process_group)
         if guard is None:
@@ -58,5 +66,5 @@ class RankGroup:
             number = guard.enter(CollectiveKind.ALL_GATHER, "numbers", (), everyone.numel())
             work = dist.all_gather_single(everyone, mine, group=self.process_group, async_op=True)
             assert work is not None
-            guard.wait(work, number)
+            guard.wait(DeviceWork(work, self.device) if self.device.type == "cuda" else work, number)
         return everyone.view(self.size, len(values)).tolist()

@@ -53,6 +53,7 @@ _VERBS = {
     CollectiveKind.ALL_REDUCE: "sums",
     CollectiveKind.BROADCAST: "broadcasts",
 }
+_DEVICE_POLL_S = 50e-6
 _PUBLISHED = 64  # latest entries told to other nodes
 _REMEDY = "run the same modules on every rank, or make the module that chooses between them one unit: train.leaf_modules"
 
@@ -80,6 +81,34 @@ class Waitable(Protocol):
     """What :meth:`CollectiveGuard.wait` takes: a ``dist.Work``, or a CUDA event in its clothes."""
 
     def wait(self, timeout: timedelta) -> bool: ...
+
+
+class DeviceWork:
+    """A collective on a CUDA stream, for :meth:`CollectiveGuard.wait`.
+
+    The host asks an event: a time-out given to NCCL's own wait aborts the communicator when it has passed.
+
+    Args:
+        work: What was issued; the current stream waits for it.
+        device: Whose current stream.
+    """
+
+    def __init__(self, work: dist.Work, device: torch.device) -> None:
+        work.wait()
+        self._landed = torch.cuda.current_stream(device).record_event()
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait on the host.
+
+        Raises:
+            RuntimeError: "Operation timed out", as gloo says it.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not self._landed.query():
+            if time.monotonic() > deadline:
+                raise RuntimeError("Operation timed out")
+            time.sleep(_DEVICE_POLL_S)
+        return True
 
 
 class CollectiveGuard:
@@ -188,7 +217,8 @@ class CollectiveGuard:
 
     def stamp(self, row: torch.Tensor, number: int) -> None:
         """Write the tag of a collective at the head of a row  # 1D"""
-        row[:TAG_ELEMENTS].view(torch.int64)[:2].copy_(torch.tensor([number, self._own.digest(number)]))
+        tag = torch.tensor([number, self._own.digest(number)])
+        row[:TAG_ELEMENTS].view(torch.int64)[:2].copy_(tag, non_blocking=True)
 
     def check_tags(self, heads: torch.Tensor, number: int) -> None:
         """Compare the tags of all rows that arrived.

@@ -23,7 +23,7 @@ watched module that was running.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -246,16 +246,24 @@ def _when_all_have_grads(inputs: list[torch.Tensor], then: Callable[[Any], None]
         register_multi_grad_hook(inputs, then, mode="all")
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors in nested lists, tuples, mappings and dataclasses, in a fixed order."""
+    found: list[torch.Tensor] = []
+    _find_tensors(value, found)
+    return found
+
+
+def _find_tensors(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            _find_tensors(item, found)
+    elif isinstance(value, (str, int, float, type(None))):  # common, and slow to tell from what follows
+        return
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            _find_tensors(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            _find_tensors(getattr(value, field.name), found)

@@ -17,6 +17,8 @@ class ByteClass(StrEnum):
     what remains.
     """
 
+    __hash__ = str.__hash__  # that of Enum is Python code, and these are keys in every event
+
     SHARD = "shard"
     OPTIMIZER = "optimizer"
     FULL = "full"
@@ -29,6 +31,8 @@ class ByteClass(StrEnum):
 
 class CollectiveKind(StrEnum):
     """Which collective, and for what."""
+
+    __hash__ = str.__hash__  # that of Enum is Python code, and these are keys in every event
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"

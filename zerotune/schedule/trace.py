@@ -12,12 +12,16 @@ from functools import cached_property
 class EventKind(StrEnum):
     """Whether a use begins or ends."""
 
+    __hash__ = str.__hash__  # that of Enum is Python code, and these are keys in every event
+
     ENTER = "enter"
     EXIT = "exit"
 
 
 class Phase(StrEnum):
     """What the units are used for. ``RECOMPUTE`` is a forward pass inside backward (activation checkpointing)."""
+
+    __hash__ = str.__hash__  # that of Enum is Python code, and these are keys in every event
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"

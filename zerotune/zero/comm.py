@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from zerotune.engine import LedgerKeeper, RankGroup
-from zerotune.engine.guard import TAG_ELEMENTS, install_guard
+from zerotune.engine.guard import TAG_ELEMENTS, DeviceWork, install_guard
 from zerotune.engine.ledger import PendingCollective
 from zerotune.records import CollectiveKind
 
@@ -247,7 +247,8 @@ class Communicator:
         if self._guard is None:
             work.wait()
         else:
-            self._guard.wait(work, number)
+            on_cuda = self._group.device.type == "cuda"
+            self._guard.wait(DeviceWork(work, self._group.device) if on_cuda else work, number)
 
     def _start(
         self,

@@ -251,7 +251,7 @@ class ZeroEngine(CheckpointMixin):
             self._weight_sum += weight
         with self._clean_on_error(in_backward=True):
             # Activations are at their most: what lies idle goes, buffers are made anew as reductions need them.
-            self._pool.trim()
+            self._pool.flush()
             self._executor.begin_backward(self.module)
             self._watcher.begin_backward()
             scale = weight * self._scaler.factor
@@ -281,12 +281,12 @@ class ZeroEngine(CheckpointMixin):
             self._count_full_gradients()
         self._reducer.drain()
         trainable = self.shards.trainable
-        part = norm_part(trainable, self.group.size, self.group.rank, self._is_replicated, self._norm_type)
+        part = self._norm_part(torch.float32)
         untouched = sum(1 for p in trainable if p.ref not in self._reducer.touched)
         trouble = self._reducer.first_trouble
         numbers = self.group.gather_numbers(
             [
-                float(self._loss_sum),
+                self._loss_sum,
                 self._weight_sum,
                 part,
                 float(untouched),
@@ -301,6 +301,9 @@ class ZeroEngine(CheckpointMixin):
             raise RunFailed("the step has no items: every micro-batch on every rank had weight 0")
         loss = math.fsum(row[0] for row in numbers) / weight
         parts = [row[2] for row in numbers]
+        if self._norm_type == "2" and not all(map(math.isfinite, parts)):
+            # A square may leave the range of fp32 where the gradient itself does not.
+            parts = [row[0] for row in self.group.gather_numbers([self._norm_part(torch.float64)])]
         divisor = weight * self._scaler.factor
         norm = whole_norm(parts, self._norm_type) / divisor
         is_skipped = not all(map(math.isfinite, parts))
@@ -313,7 +316,7 @@ class ZeroEngine(CheckpointMixin):
         self._begin_window()
         self._scaler.update(is_skipped, weight / self.group.size)
         self.steps += 1
-        self._note_skip(result, numbers)
+        self._note_skip(result, numbers, parts)
         if self._planner is not None:
             self._planner.after_step()
         return result
@@ -674,7 +677,18 @@ class ZeroEngine(CheckpointMixin):
             param.master.grad = None
         self.shards.refresh_shards([param for param, _ in pairs])
 
-    def _note_skip(self, result: StepResult, numbers: list[list[float]]) -> None:
+    def _norm_part(self, dtype: torch.dtype) -> torch.Tensor:
+        return norm_part(
+            self.shards.trainable,
+            self.group.size,
+            self.group.rank,
+            self._is_replicated,
+            self._norm_type,
+            dtype,
+            self.group.device,
+        )
+
+    def _note_skip(self, result: StepResult, numbers: list[list[float]], parts: list[float]) -> None:
         """Say that a step was skipped, and why; look closer in the steps that follow."""
         self._skipped.note(result.skipped)
         self._reducer.looks_for_trouble = result.skipped
@@ -686,9 +700,9 @@ class ZeroEngine(CheckpointMixin):
                 rank,
                 loss=not math.isfinite(row[0]),
                 parameter=None if row[4] < 0 else trainable[int(row[4])].name,
-                slices=not math.isfinite(row[2]),
+                slices=not math.isfinite(part),
             )
-            for rank, row in enumerate(numbers)
+            for rank, (row, part) in enumerate(zip(numbers, parts, strict=True))
         ]
         step = self.steps - 1
         self._skipped.fail_if_too_many(step, troubles, result.loss_scale)
@@ -796,7 +810,7 @@ def _in_buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors in nested containers, in another dtype."""
-    if next(iter(tensors_in(value)), None) is None:
+    if not tensors_in(value):
         return value
     cast: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
     return torch.utils._pytree.tree_map_only(torch.Tensor, cast, value)

@@ -20,10 +20,13 @@ class _InFlight:
     """One AllGather under way."""
 
     units: tuple[int, ...]
+    sharded: tuple[ShardedUnit, ...]
     work: Work
+    shard: torch.Tensor  # [H + W]: what is sent; on CUDA another stream reads it until it lands
     buffer: torch.Tensor  # [N, H + W]: row r holds a tag, if any travels, and rank r's slices
     head: int  # H
-    is_own: bool  # whether the buffer was made for it
+    live: int  # elements of parameters in the buffer
+    nbytes: int  # that were allocated for it
 
 
 class Gatherer:
@@ -61,20 +64,24 @@ class Gatherer:
         wanted = tuple(u for u in units if u not in self.complete and u not in self.in_flight)
         if not wanted:
             return
-        sharded = [self._shards.units[unit] for unit in wanted]
-        width = sum(unit.flat.numel() for unit in sharded)
+        sharded = tuple(self._shards.units[unit] for unit in wanted)
         head = self._comm.head_elements
-        if self._ranks == 1 and len(sharded) == 1:
-            buffer = sharded[0].flat  # the shard is all there is to gather
-        else:
-            buffer = self._pool.take(self._ranks * (head + width), self._dtype)
         slices = [unit.flat for unit in sharded]
         if head:
             slices.insert(0, slices[0].new_empty(head))
         shard = slices[0] if len(slices) == 1 else torch.cat(slices)
+        width = shard.numel()
+        nbytes = 0 if len(slices) == 1 else shard.nbytes
+        if self._ranks == 1 and len(slices) == 1:
+            buffer = shard  # all there is to gather
+        else:
+            buffer = self._pool.take(self._ranks * width, self._dtype)
+            nbytes += buffer.nbytes
         work = self._comm.all_gather(buffer, shard, purpose, [unit.name for unit in sharded], head)
-        flight = _InFlight(wanted, work, buffer, head, is_own=buffer is not shard)
-        self._count(flight, 1)  # not before: if ranks diverged, nothing is in flight
+        live = self._ranks * (width - head)  # tags take memory but are no elements of parameters
+        flight = _InFlight(wanted, sharded, work, shard, buffer, head, live, nbytes)
+        self._ledger.add(ByteClass.FULL, nbytes)  # not before: if ranks diverged, nothing is in flight
+        self._ledger.add_live(live)
         for unit in wanted:
             self.in_flight[unit] = flight
 
@@ -104,7 +111,7 @@ class Gatherer:
                 sharded.free()
                 self._ledger.release(sharded.name)
                 self._ledger.add(ByteClass.FULL, -sharded.full_bytes)
-                self._ledger.add_live(-(sharded.flat.numel() * self._ranks))
+                self._ledger.add_live(-(sharded.width * self._ranks))
 
     def keep_for_good(self, unit: int) -> None:
         """Make a complete unit persistent: it is never released again, and refreshed with the persistent ones."""
@@ -167,35 +174,38 @@ class Gatherer:
 
     def _land(self, flight: _InFlight) -> None:
         flight.work.wait()
-        sharded = [self._shards.units[unit] for unit in flight.units]
-        for unit, shards in zip(flight.units, sharded, strict=True):
-            shards.allocate()
-            self._ledger.add(ByteClass.FULL, shards.full_bytes)
-            self._ledger.add_live(shards.flat.numel() * self._ranks)
-            self.complete.add(unit)
+        sharded = flight.sharded
+        for unit in sharded:
+            unit.allocate()
+        self._ledger.add(ByteClass.FULL, sum(unit.full_bytes for unit in sharded))
+        self._ledger.add_live(flight.live)
+        self.complete.update(flight.units)
+        gathered = flight.buffer.view(self._ranks, -1)
+        if flight.head:
+            gathered = gathered[:, flight.head :]
         with _labelled("copy_out", sharded):
-            _copy_out(
-                flight.buffer.view(self._ranks, -1)[:, flight.head :],
-                [size for unit in sharded for size in unit.slices],
-                [rows for unit in sharded for rows in unit.rows],
-            )
+            if len(sharded) == 1:
+                _copy_out(gathered, sharded[0].slices, sharded[0].rows)
+            else:
+                _copy_out(
+                    gathered,
+                    [size for unit in sharded for size in unit.slices],
+                    [rows for unit in sharded for rows in unit.rows],
+                )
         self._drop(flight)
 
     def _drop(self, flight: _InFlight, reuse: bool = True) -> None:
         for unit in flight.units:
             del self.in_flight[unit]
-        self._count(flight, -1)
-        if reuse and flight.is_own:
+        self._ledger.add(ByteClass.FULL, -flight.nbytes)
+        self._ledger.add_live(-flight.live)
+        if not reuse:
+            self._pool.lose(flight.buffer)
+        elif flight.buffer is not flight.shard:
             self._pool.give(flight.buffer)
 
-    def _count(self, flight: _InFlight, sign: int) -> None:
-        """Tags take memory but are no elements of parameters; a single rank's gather takes none, but is as scheduled."""
-        if flight.is_own:
-            self._ledger.add(ByteClass.FULL, sign * flight.buffer.nbytes)
-        self._ledger.add_live(sign * (flight.buffer.numel() - self._ranks * flight.head))
 
-
-def _labelled(what: str, units: Sequence[ShardedUnit]) -> AbstractContextManager[object]:
+def _labelled(what: str, units: Iterable[ShardedUnit]) -> AbstractContextManager[object]:
     """A label for torch's profiler, while it is on."""
     if not torch.autograd._profiler_enabled():
         return nullcontext()

@@ -28,29 +28,32 @@ def norm_type_of(value: float | str) -> NormType:
 
 
 def norm_part(
-    params: Iterable[ShardedParam], ranks: int, rank: int, replicated: bool, norm_type: NormType
-) -> float:
+    params: Iterable[ShardedParam],
+    ranks: int,
+    rank: int,
+    replicated: bool,
+    norm_type: NormType,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """This rank's part of the norm: the sum of squares of its slices of the gradients, or their largest magnitude.
 
     Padding is zero and adds nothing. Slices are taken in a fixed order, and at stage 0, where every rank holds all of
     them, only the rank's own count: the parts are the same to the bit at every stage.
+
+    Returns:
+        float64, on the device, so that the host need not wait  # scalar
     """
     slices = []
     for param in params:
         if param.grad is not None and param.has_grad and param.slice:
             slices.append(param.grad.view(ranks, param.slice)[rank] if replicated else param.grad)
     if not slices:
-        return 0.0
+        return torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == "inf":
-        return float(torch.stack(torch._foreach_norm(slices, math.inf, dtype=torch.float32)).max())
-    part = _sum_of_squares(slices, torch.float32)
-    # A square may leave the range of fp32 where the gradient itself does not.
-    return part if math.isfinite(part) else _sum_of_squares(slices, torch.float64)
-
-
-def _sum_of_squares(slices: list[torch.Tensor], dtype: torch.dtype) -> float:
+        return torch.stack(torch._foreach_norm(slices, math.inf, dtype=dtype)).max().to(torch.float64)
     norms = torch.stack(torch._foreach_norm(slices, 2, dtype=dtype)).to(torch.float64)
-    return float((norms * norms).sum())
+    return (norms * norms).sum()
 
 
 def whole_norm(parts: Sequence[float], norm_type: NormType) -> float:

@@ -33,12 +33,17 @@ class BufferPool:
         self._device = device
         self._ledger = ledger
         self._taken: Counter[tuple[int, torch.dtype]] = Counter()
+        self._most_taken = 0
+        self._lost: list[torch.Tensor] = []
         self._idle: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of exactly ``numel`` elements (1D); its contents are arbitrary."""
-        self._taken[numel, dtype] += 1
-        idle = self._idle.get((numel, dtype))
+        key = (numel, dtype)
+        self._taken[key] = count = self._taken[key] + 1
+        if count > self._most_taken:
+            self._most_taken = count
+        idle = self._idle.get(key)
         if idle:
             buffer = idle.pop()
             self._ledger.add(ByteClass.POOLED, -buffer.nbytes)
@@ -53,19 +58,18 @@ class BufferPool:
     def give(self, buffer: torch.Tensor) -> None:
         """Give a buffer back; if its size is rare, or enough of it are idle, it is freed."""
         key = (buffer.numel(), buffer.dtype)
-        if self._taken[key] * RARE < max(self._taken.values(), default=0):
+        if self._taken[key] * RARE < self._most_taken:
             return
         idle = self._idle[key]
         if len(idle) < MAX_FREE_PER_SIZE:
             idle.append(buffer)
             self._ledger.add(ByteClass.POOLED, buffer.nbytes)
 
-    def flush(self) -> None:
-        """Free all idle buffers, and forget what was common."""
-        self._taken.clear()
-        self.trim()
+    def lose(self, buffer: torch.Tensor) -> None:
+        """Keep a buffer for good that a collective which will not end may still write to."""
+        self._lost.append(buffer)
 
-    def trim(self) -> None:
+    def flush(self) -> None:
         """Free all idle buffers."""
         for idle in self._idle.values():
             for buffer in idle:

@@ -36,6 +36,7 @@ class _InFlight:
     work: Work
     sent: torch.Tensor
     received: torch.Tensor  # N rows to be summed, or their sum, [W]; the only rank's is what it sends
+    is_sum: bool
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -147,10 +148,12 @@ class Reducer:
         if self._ranks == 1 or self._comm.sums_in_exchange(self._dtype):
             received = sent if self._ranks == 1 else self._take(sent.numel(), self._dtype)
             work = self._comm.exchange(received, sent, "gradient", names)
+            is_sum = False
         else:
             received = self._take(width, torch.float32)
             work = self._comm.reduce_scatter(received, sent, "gradient", names)
-        self._in_flight.append(_InFlight(members, work, sent, received))
+            is_sum = True
+        self._in_flight.append(_InFlight(members, work, sent, received, is_sum))
 
     def drain(self, keep: int = 0) -> None:
         """Finish the oldest reductions until at most ``keep`` are in flight; none will finish if ranks diverged."""
@@ -160,6 +163,7 @@ class Reducer:
             else:
                 for buffer in self._in_flight[0].buffers:
                     self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
+                    self._pool.lose(buffer)
             self._in_flight.popleft()
 
     def abandon(self) -> None:
@@ -199,8 +203,8 @@ class Reducer:
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()
         width = sum(param.slice for param in reduction.members)
-        is_sum = reduction.received.numel() == width and self._ranks > 1
-        rows = reduction.received.view(-1, width)
+        is_sum = reduction.is_sum
+        rows = reduction.received.view(1 if is_sum else self._ranks, width)
         units = None if is_sum else self._empty_units(reduction.members)
         if units is not None:
             self._sum_into(units, rows)

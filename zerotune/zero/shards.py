@@ -85,6 +85,7 @@ class ShardedUnit:
         self.gathered = [p for p in params if not p.persistent]
         self.slices = [p.slice for p in self.gathered]
         self.rows = [p.rows for p in self.gathered]
+        self.width = flat.numel()
         self.full_bytes = sum(p.full_bytes for p in self.gathered)
         self.trainable: list[ShardedParam] = []
         self._classes: list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]] = []
