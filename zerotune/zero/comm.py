@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 
 from zerotune.engine import LedgerKeeper, RankGroup
-from zerotune.engine.guard import TAG_ELEMENTS, DeviceWork, install_guard
+from zerotune.engine.guard import TAG_ELEMENTS, DeviceWork, Waitable, install_guard
 from zerotune.engine.ledger import PendingCollective
 from zerotune.records import CollectiveKind
+from zerotune.zero import direct
 
 
 @contextmanager
@@ -103,6 +104,7 @@ class Communicator:
         self._guard = install_guard(group.process_group, group.rank, group.size)
         if self._guard is not None and timeout_s is not None:
             self._guard.limit_s = timeout_s
+        self._is_direct = self._guard is not None and group.backend == "gloo"
         self._tags_differ: torch.Tensor | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         if group.device.type == "cuda" and overlap:
@@ -114,7 +116,8 @@ class Communicator:
     @property
     def head_elements(self) -> int:
         """Elements at the head of every row of a gather in which a tag travels; 0 within one node."""
-        return TAG_ELEMENTS if self._guard is not None and self._guard.spans_nodes else 0
+        has_tags = self._guard is not None and self._guard.spans_nodes and not self._is_direct
+        return TAG_ELEMENTS if has_tags else 0
 
     @property
     def is_broken(self) -> bool:
@@ -153,7 +156,9 @@ class Communicator:
             assert self._guard is not None
             self._guard.stamp(shard, number)
 
-        def issue() -> dist.Work | None:
+        def issue() -> Waitable | None:
+            if self._is_direct:
+                return direct.all_gather(*self._ranks_of_group, output, shard, self._tag(number))
             return dist.all_gather_single(
                 output, shard, group=self._group.process_group, async_op=self._is_async
             )
@@ -176,7 +181,9 @@ class Communicator:
                 output.copy_(rows)
             return self._started(lambda: None, pending)
 
-        def issue() -> dist.Work | None:
+        def issue() -> Waitable | None:
+            if self._is_direct:
+                return direct.exchange(*self._ranks_of_group, output, rows, self._tag(number))
             return dist.all_to_all_single(
                 output, rows, group=self._group.process_group, async_op=self._is_async
             )
@@ -196,7 +203,7 @@ class Communicator:
         """
         pending, number = self._log(CollectiveKind.REDUCE_SCATTER, purpose, units, rows)
 
-        def issue() -> dist.Work | None:
+        def issue() -> Waitable | None:
             return dist.reduce_scatter_single(
                 output, rows, group=self._group.process_group, async_op=self._is_async
             )
@@ -214,12 +221,23 @@ class Communicator:
         work = dist.broadcast(tensor, src=0, group=self._group.process_group, async_op=True)
         assert work is not None
         self._ledger.begin_wait(pending)
-        self._wait_for(work, number)
+        on_cuda = self._group.device.type == "cuda"
+        self._wait_for(DeviceWork(work, self._group.device) if on_cuda else work, number)
         self._ledger.end_wait(pending)
 
     def sums_in_exchange(self, dtype: torch.dtype) -> bool:
         """Whether a dtype is reduced by an exchange and a local sum (see [Note: order of summation])."""
         return self._group.backend != "nccl" or dtype is not torch.float32
+
+    @property
+    def _ranks_of_group(self) -> tuple[dist.ProcessGroup, int, int]:
+        assert self._group.process_group is not None
+        return self._group.process_group, self._group.rank, self._group.size
+
+    def _tag(self, number: int) -> int:
+        """What sends and receives of a collective are matched by."""
+        assert self._guard is not None
+        return self._guard.tag(number)
 
     @property
     def _is_async(self) -> bool:
@@ -243,17 +261,17 @@ class Communicator:
     def _announce(self, kind: CollectiveKind, purpose: str, units: Sequence[str], elements: int) -> int:
         return 0 if self._guard is None else self._guard.enter(kind, purpose, units, elements)
 
-    def _wait_for(self, work: dist.Work, number: int) -> None:
-        if self._guard is None:
-            work.wait()
+    def _wait_for(self, work: Waitable, number: int) -> None:
+        if self._guard is not None:
+            self._guard.wait(work, number)
         else:
-            on_cuda = self._group.device.type == "cuda"
-            self._guard.wait(DeviceWork(work, self._group.device) if on_cuda else work, number)
+            assert isinstance(work, dist.Work)
+            work.wait()
 
     def _start(
         self,
         stream: str,
-        issue: Callable[[], dist.Work | None],
+        issue: Callable[[], Waitable | None],
         pending: PendingCollective,
         number: int,
         heads: torch.Tensor | None = None,
