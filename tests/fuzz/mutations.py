@@ -5,7 +5,7 @@ Every entry of :data:`MUTATIONS` takes (rank, size) and gives a context within w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +16,8 @@ from zerotune.engine import RankGroup
 from zerotune.models import uses
 from zerotune.models.units import Unit
 from zerotune.schedule import OnDemand, Phase
-from zerotune.zero import engine, gatherer, reducer, shards
+from zerotune.zero import engine, reducer, shards
+from zerotune.zero.comm import Communicator
 from zerotune.zero.engine import ZeroEngine
 from zerotune.zero.executor import Executor
 from zerotune.zero.gatherer import Gatherer
@@ -29,7 +30,7 @@ def wrong_divisor(rank: int, size: int) -> AbstractContextManager[object]:
     """Sums over ranks are averaged before they are divided by the weight."""
     right = reducer._sum_rows
 
-    def averaged(output: torch.Tensor, rows: torch.Tensor) -> None:
+    def averaged(output: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         right(output, rows)
         output.div_(size)
 
@@ -59,12 +60,14 @@ def gradient_off_by_one(rank: int, size: int) -> AbstractContextManager[object]:
 
 def slices_swapped(rank: int, size: int) -> AbstractContextManager[object]:
     """The slices of the ranks are assembled in the wrong order."""
-    right = gatherer._copy_out
+    right = Communicator.parts
 
-    def swapped(gathered: torch.Tensor, slices: list[int], rows: list[torch.Tensor]) -> None:
-        right(gathered.flip(0), slices, rows)
+    def swapped(self: Communicator, received: torch.Tensor, own: torch.Tensor) -> Any:
+        parts = right(self, received, own)
+        rows = [rows for rows, _, _ in reversed(parts)]
+        return [(row, first, end) for row, (_, first, end) in zip(rows, parts, strict=True)]
 
-    return patch.object(gatherer, "_copy_out", swapped)
+    return patch.object(Communicator, "parts", swapped)
 
 
 def backward_entry_dropped(rank: int, size: int) -> AbstractContextManager[object]:
@@ -206,7 +209,7 @@ def weights_ignored(rank: int, size: int) -> AbstractContextManager[object]:
 def ranks_reduce_apart(rank: int, size: int) -> AbstractContextManager[object]:
     """A rank adds its own gradients only."""
 
-    def own(output: torch.Tensor, rows: torch.Tensor) -> None:
+    def own(output: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         output.copy_(rows[rank])
 
     return patch.object(reducer, "_sum_rows", own)

@@ -75,14 +75,14 @@ def own_group(rank: int, size: int, limit_s: float | None = None) -> tuple[RankG
 
 
 def gather(comm: Communicator, size: int, unit: str, elements: int) -> torch.Tensor:
-    head = comm.head_elements
-    output = torch.empty(size * (head + elements))
-    comm.all_gather(output, torch.ones(head + elements), "forward", [unit], head).wait()
+    output = torch.empty(comm.rows_received * elements)
+    comm.all_gather(output, torch.ones(elements), "forward", [unit]).wait()
     return output
 
 
 def exchange(comm: Communicator, size: int, unit: str, elements: int) -> None:
-    comm.exchange(torch.empty(size * elements), torch.ones(size * elements), "gradient", [unit]).wait()
+    output = torch.empty(comm.rows_received * elements)
+    comm.exchange(output, torch.ones(size * elements), "gradient", [unit]).wait()
 
 
 def diverge(rank: int, size: int, how: str, nodes: int) -> tuple[str, float, str, str]:
@@ -90,7 +90,7 @@ def diverge(rank: int, size: int, how: str, nodes: int) -> tuple[str, float, str
     if nodes > 1:
         slots.this_node = lambda: f"node{rank % nodes}"  # type: ignore[assignment]
     group, comm = own_group(rank, size)
-    assert comm.head_elements == (16 if nodes > 1 else 0)
+    assert comm.head_elements == 0, "on gloo what is sent is matched by number, and carries none"
     for number in range(3):
         gather(comm, size, f"blocks.{number}", 64)
     began = time.monotonic()
@@ -113,7 +113,8 @@ def diverge(rank: int, size: int, how: str, nodes: int) -> tuple[str, float, str
         elif how == "in flight":
             works = []
             for unit in ("x", "y", "tail" if last else "head", "z"):
-                works.append(comm.all_gather(torch.empty(size * 8), torch.ones(8), "forward", [unit]))
+                output = torch.empty(comm.rows_received * 8)
+                works.append(comm.all_gather(output, torch.ones(8), "forward", [unit]))
             for work in works:
                 work.wait()
     seconds = time.monotonic() - began
@@ -227,7 +228,7 @@ def train_between_nodes(rank: int, size: int, case: Case) -> Any:
     return train_engine(rank, size, case), moved_between_nodes(rank, size)
 
 
-def moved_between_nodes(rank: int, size: int) -> tuple[int, int, int, int]:
+def moved_between_nodes(rank: int, size: int) -> tuple[int, int, int]:
     import zerotune
 
     model = make_model("gpt")
@@ -242,25 +243,25 @@ def moved_between_nodes(rank: int, size: int) -> tuple[int, int, int, int]:
     gathers = [e for e in ledger.collectives if e.purpose in ("forward", "backward")]
     (schedule,) = {s.digest: s for s in engine.schedules}.values()
     sums = sum(e.elements for e in gathers), schedule.gathered_elements(engine.layout)
-    tags = sum(e.tag_bytes for e in ledger.collectives), 16 * 4 * (size - 1) * len(gathers)
+    tags = sum(e.tag_bytes for e in ledger.collectives)
     assert ledger.peak_live_elements == schedule.peak_live
     engine.close()
-    return *sums, *tags
+    return *sums, tags
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tags_change_neither_values_nor_counts(precision: str) -> None:
+def test_nothing_more_travels_between_nodes_than_within_one(precision: str) -> None:
     case = Case(steps=4, precision=precision, knobs={"allgather_bucket_size": 10_000})
     pool = RankPool(2)
     try:
         answers = pool.run(train_between_nodes, case, limit=120)
     finally:
         pool.close(force=True)
-    for outcome, (moved, scheduled, tags, expected_tags) in answers:
+    for outcome, (moved, scheduled, tags) in answers:
         difference, where = largest_difference(outcome.state, train_plain(case).state)
         assert difference < (1e-5 if precision == "fp32" else 2e-2), where
         assert moved == scheduled
-        assert tags == expected_tags > 0
+        assert tags == 0
 
 
 def fail_inside_a_step(rank: int, size: int) -> tuple[str, int, float]:

@@ -226,28 +226,6 @@ class CollectiveGuard:
         tag = torch.tensor([number, self._own.digest(number)])
         row[:TAG_ELEMENTS].view(torch.int64)[:2].copy_(tag, non_blocking=True)
 
-    def check_tags(self, heads: torch.Tensor, number: int) -> None:
-        """Compare the tags of all rows that arrived.
-
-        Args:
-            heads: Row r's head, as rank r stamped it  # [N, TAG_ELEMENTS]
-            number: Of the collective.
-
-        Raises:
-            RanksDiverged: Rank r sent something else.
-        """
-        mine = self._own.digest(number)
-        for rank, (other, digest) in enumerate(_tags(heads).tolist()):
-            if (other, digest) != (number, mine):
-                text = next(
-                    (t.rstrip(b"\0").decode() for d, t in self._known.values() if d == digest),
-                    "another collective, which this rank never ran",
-                )
-                if rank not in self._files:
-                    self._remote.setdefault(rank, {})[number] = Entry(number, digest, text, time.time())
-                self._ask_other_nodes()
-                self._fail(self._divergence(number))
-
     def differing_tags(self, heads: torch.Tensor, number: int) -> torch.Tensor:
         """The same comparison left on the device: whether any tag differs  # scalar"""
         mine = torch.tensor([number, self._own.digest(number)]).to(heads.device, non_blocking=True)

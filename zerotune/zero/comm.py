@@ -120,6 +120,35 @@ class Communicator:
         return TAG_ELEMENTS if has_tags else 0
 
     @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        return self._group.rank
+
+    @property
+    def rows_received(self) -> int:
+        """Rows that gathers and exchanges put into their output: of all ranks, or of all others where a rank sends itself
+        nothing (gloo, and a single rank)."""
+        return self._group.size - 1 if self._is_direct or self._group.size == 1 else self._group.size
+
+    def parts(self, received: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
+        """The rows of all ranks, in rank order, after a gather or an exchange.
+
+        Args:
+            received: Its output  # [R * n]
+            own: This rank's row  # [n]
+
+        Returns:
+            Rows, and of which ranks they are, from the first to before the last  # [(K, n), first, end]
+        """
+        n = self._group.size
+        rank = self._group.rank
+        rows = received.view(self.rows_received, own.numel())
+        if self.rows_received == n:
+            return [(rows, 0, n)]
+        found = [(rows[:rank], 0, rank), (own[None], rank, rank + 1), (rows[rank:], rank + 1, n)]
+        return [part for part in found if part[1] < part[2]]
+
+    @property
     def is_broken(self) -> bool:
         """Whether ranks diverged: nothing in flight will land, and nothing can be issued."""
         return self._guard is not None and self._guard.failure is not None
@@ -141,16 +170,15 @@ class Communicator:
         """Assemble every rank's shard.
 
         Args:
-            output: Receives rank r's shard at ``[r * n, (r + 1) * n)``; of a single rank it may be ``shard``  # 1D
+            output: Receives :attr:`rows_received` shards of n elements, in rank order  # 1D
             shard: This rank's n elements  # 1D
             purpose: For the ledger.
             units: For the ledger.
             head: How many of the n, at the beginning, are room for a tag: ``head_elements``, or 0 for none.
         """
-        pending, number = self._log(CollectiveKind.ALL_GATHER, purpose, units, output, head)
+        elements = shard.numel() * self._group.size
+        pending, number = self._log(CollectiveKind.ALL_GATHER, purpose, units, elements, shard.itemsize, head)
         if self._group.size == 1:
-            if output is not shard:
-                output.copy_(shard)
             return self._started(lambda: None, pending)
         if head:
             assert self._guard is not None
@@ -167,18 +195,18 @@ class Communicator:
         return self._start("gather", issue, pending, number, heads)
 
     def exchange(self, output: torch.Tensor, rows: torch.Tensor, purpose: str, units: Sequence[str]) -> Work:
-        """Send row r to rank r: afterwards ``output`` holds row ``rank`` of every rank, in rank order.
+        """Send row r to rank r: afterwards ``output`` holds row ``rank`` of the ranks, in rank order.
 
         Args:
-            output: N rows; of a single rank it may be ``rows``  # 1D
+            output: :attr:`rows_received` rows  # 1D
             rows: N rows  # 1D
             purpose: For the ledger.
             units: For the ledger.
         """
-        pending, number = self._log(CollectiveKind.REDUCE_SCATTER, purpose, units, rows)
+        pending, number = self._log(
+            CollectiveKind.REDUCE_SCATTER, purpose, units, rows.numel(), rows.itemsize
+        )
         if self._group.size == 1:
-            if output is not rows:
-                output.copy_(rows)
             return self._started(lambda: None, pending)
 
         def issue() -> Waitable | None:
@@ -201,7 +229,9 @@ class Communicator:
             purpose: For the ledger.
             units: For the ledger.
         """
-        pending, number = self._log(CollectiveKind.REDUCE_SCATTER, purpose, units, rows)
+        pending, number = self._log(
+            CollectiveKind.REDUCE_SCATTER, purpose, units, rows.numel(), rows.itemsize
+        )
 
         def issue() -> Waitable | None:
             return dist.reduce_scatter_single(
@@ -245,14 +275,19 @@ class Communicator:
         return self._group.device.type != "cuda"
 
     def _log(
-        self, kind: CollectiveKind, purpose: str, units: Sequence[str], full: torch.Tensor, head: int = 0
+        self,
+        kind: CollectiveKind,
+        purpose: str,
+        units: Sequence[str],
+        elements: int,
+        size: int,
+        head: int = 0,
     ) -> tuple[PendingCollective, int]:
-        """Announce and log a collective; returns its ledger entry and its number."""
+        """Announce and log a collective of so many elements of so many bytes; returns its ledger entry and its number."""
         n = self._group.size
         tags = head * n
-        elements = full.numel() - tags
+        elements -= tags
         number = self._announce(kind, purpose, units, elements)
-        size = full.element_size()
         pending = self._ledger.issue(kind, purpose, units, elements, elements // n * (n - 1), size)
         if tags:
             pending.tag_bytes = head * (n - 1) * size
@@ -280,12 +315,7 @@ class Communicator:
             work = issue()
             assert work is not None
 
-            def wait() -> None:
-                self._wait_for(work, number)
-                if heads is not None and self._guard is not None:
-                    self._guard.check_tags(heads, number)
-
-            return self._started(wait, pending)
+            return self._started(lambda: self._wait_for(work, number), pending)
         side = self._streams.get(stream)
         if side is None:
             issue()

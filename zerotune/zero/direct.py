@@ -79,43 +79,46 @@ _WAITERS: WeakKeyDictionary[dist.ProcessGroup, _Waiter] = WeakKeyDictionary()
 def all_gather(
     group: dist.ProcessGroup, rank: int, size: int, output: torch.Tensor, shard: torch.Tensor, tag: int
 ) -> Landing:
-    """Assemble every rank's shard.
+    """Receive every other rank's shard.
 
     Args:
         group: The ranks.
         rank: This one in it.
         size: Their number, N.
-        output: Receives rank r's shard in its r-th part  # [N * W]
+        output: Receives their shards in rank order  # [(N - 1) * W]
         shard: This rank's  # [W]
         tag: The same for this collective on every rank, below 2**31.
     """
-    rows = output.view(size, -1)
-    others = [r % size for r in range(rank + 1, rank + size)]
-    works = [group.recv([rows[r]], r, tag) for r in others]
+    rows = output.view(size - 1, -1)
+    others = _others(rank, size)
+    works = [group.recv([rows[r - (r > rank)]], r, tag) for r in others]
     works += [group.send([shard], r, tag) for r in others]
-    rows[rank].copy_(shard)
     return _waiter(group).watch(works)
 
 
 def exchange(
     group: dist.ProcessGroup, rank: int, size: int, output: torch.Tensor, rows: torch.Tensor, tag: int
 ) -> Landing:
-    """Send row r to rank r, receive row ``rank`` of every rank.
+    """Send row r to every other rank r, receive row ``rank`` of theirs.
 
     Args:
         group: The ranks.
         rank: This one in it.
         size: Their number, N.
-        output: Receives rank r's row in its r-th part  # [N * W]
-        rows: What is sent  # [N * W]
+        output: Receives their rows in rank order  # [(N - 1) * W]
+        rows: What is sent; the own row stays where it is  # [N * W]
         tag: The same for this collective on every rank, below 2**31.
     """
-    received, sent = output.view(size, -1), rows.view(size, -1)
-    others = [r % size for r in range(rank + 1, rank + size)]
-    works = [group.recv([received[r]], r, tag) for r in others]
+    received, sent = output.view(size - 1, -1), rows.view(size, -1)
+    others = _others(rank, size)
+    works = [group.recv([received[r - (r > rank)]], r, tag) for r in others]
     works += [group.send([sent[r]], r, tag) for r in others]
-    received[rank].copy_(sent[rank])
     return _waiter(group).watch(works)
+
+
+def _others(rank: int, size: int) -> list[int]:
+    """The next rank first, so that not all send to the same one."""
+    return [r % size for r in range(rank + 1, rank + size)]
 
 
 def _waiter(group: dist.ProcessGroup) -> _Waiter:

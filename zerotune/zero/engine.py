@@ -770,8 +770,10 @@ class ZeroEngine(CheckpointMixin):
         if self._is_replicated:
             flat = param.master.detach()
         else:
-            flat = torch.empty(param.slice * self.group.size, dtype=torch.float32, device=self.group.device)
-            self._comm.all_gather(flat, param.master.detach(), "export", [param.name]).wait()
+            own = param.master.detach()
+            received = own.new_empty(param.slice * self._comm.rows_received)
+            self._comm.all_gather(received, own, "export", [param.name]).wait()
+            flat = torch.cat([rows.reshape(-1) for rows, _, _ in self._comm.parts(received, own)])
         return flat[: param.numel].view(param.param.shape).cpu().clone()
 
     def _load_master(self, param: ShardedParam, value: torch.Tensor) -> None:

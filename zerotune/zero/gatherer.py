@@ -23,9 +23,11 @@ class _InFlight:
     sharded: tuple[ShardedUnit, ...]
     work: Work
     shard: torch.Tensor  # [H + W]: what is sent; on CUDA another stream reads it until it lands
-    buffer: torch.Tensor  # [N, H + W]: row r holds a tag, if any travels, and rank r's slices
+    buffer: (
+        torch.Tensor
+    )  # [R, H + W]: rows of all ranks or of all others, each with a tag, if any travels, and slices
     head: int  # H
-    live: int  # elements of parameters in the buffer
+    live: int  # elements of the parameters that it carries
     nbytes: int  # that were allocated for it
 
 
@@ -72,11 +74,8 @@ class Gatherer:
         shard = slices[0] if len(slices) == 1 else torch.cat(slices)
         width = shard.numel()
         nbytes = 0 if len(slices) == 1 else shard.nbytes
-        if self._ranks == 1 and len(slices) == 1:
-            buffer = shard  # all there is to gather
-        else:
-            buffer = self._pool.take(self._ranks * width, self._dtype)
-            nbytes += buffer.nbytes
+        buffer = self._pool.take(self._comm.rows_received * width, self._dtype)
+        nbytes += buffer.nbytes
         work = self._comm.all_gather(buffer, shard, purpose, [unit.name for unit in sharded], head)
         live = self._ranks * (width - head)  # tags take memory but are no elements of parameters
         flight = _InFlight(wanted, sharded, work, shard, buffer, head, live, nbytes)
@@ -147,14 +146,14 @@ class Gatherer:
         """
         for params in self._refresh_buckets(bucket_size):
             width = sum(p.slice for p in params)
-            buffer = self._pool.take(self._ranks * width, self._dtype)
+            buffer = self._pool.take(self._comm.rows_received * width, self._dtype)
             self._ledger.add(ByteClass.FULL, buffer.nbytes)
             shard = torch.cat([p.shard for p in params])
             names = list(dict.fromkeys(self._shards.units[p.ref.unit].name for p in params))
             work = self._comm.all_gather(buffer, shard, "refresh", names)
             yield
             work.wait()
-            _copy_out(buffer.view(self._ranks, width), [p.slice for p in params], [p.rows for p in params])
+            self._copy_out(buffer, shard, params)
             self._ledger.add(ByteClass.FULL, -buffer.nbytes)
             self._pool.give(buffer)
 
@@ -180,19 +179,27 @@ class Gatherer:
         self._ledger.add(ByteClass.FULL, sum(unit.full_bytes for unit in sharded))
         self._ledger.add_live(flight.live)
         self.complete.update(flight.units)
-        gathered = flight.buffer.view(self._ranks, -1)
-        if flight.head:
-            gathered = gathered[:, flight.head :]
         with _labelled("copy_out", sharded):
-            if len(sharded) == 1:
-                _copy_out(gathered, sharded[0].slices, sharded[0].rows)
-            else:
-                _copy_out(
-                    gathered,
-                    [size for unit in sharded for size in unit.slices],
-                    [rows for unit in sharded for rows in unit.rows],
-                )
+            params = sharded[0].gathered if len(sharded) == 1 else [p for u in sharded for p in u.gathered]
+            self._copy_out(flight.buffer, flight.shard, params, flight.head)
         self._drop(flight)
+
+    def _copy_out(
+        self, buffer: torch.Tensor, shard: torch.Tensor, params: Sequence[ShardedParam], head: int = 0
+    ) -> None:
+        """From rank-major to parameter-major order.
+
+        Args:
+            buffer: What was received  # [R * (H + W)]
+            shard: What was sent  # [H + W]
+            params: Whose slices stand in it one after the other.
+            head: H, elements at the head of every row that are none of theirs.
+        """
+        sizes = [p.slice for p in params]
+        with torch.no_grad():
+            for rows, first, end in self._comm.parts(buffer, shard):
+                out = [p.part(first, end) for p in params]
+                torch.split_with_sizes_copy(rows[:, head:] if head else rows, sizes, dim=1, out=out)
 
     def _drop(self, flight: _InFlight, reuse: bool = True) -> None:
         for unit in flight.units:
@@ -201,7 +208,7 @@ class Gatherer:
         self._ledger.add_live(-flight.live)
         if not reuse:
             self._pool.lose(flight.buffer)
-        elif flight.buffer is not flight.shard:
+        else:
             self._pool.give(flight.buffer)
 
 
@@ -210,15 +217,3 @@ def _labelled(what: str, units: Iterable[ShardedUnit]) -> AbstractContextManager
     if not torch.autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(f"zerotune::{what}({', '.join(u.name for u in units)})")
-
-
-def _copy_out(gathered: torch.Tensor, slices: list[int], rows: list[torch.Tensor]) -> None:
-    """From rank-major to parameter-major order.
-
-    Args:
-        gathered: Row r holds rank r's slices of all parameters  # [N, W]
-        slices: Elements of each parameter's slice; they add up to W.
-        rows: Each parameter, full and padded  # [N, S]
-    """
-    with torch.no_grad():
-        torch.split_with_sizes_copy(gathered, slices, dim=1, out=rows)

@@ -35,12 +35,12 @@ class _InFlight:
     members: list[ShardedParam]
     work: Work
     sent: torch.Tensor
-    received: torch.Tensor  # N rows to be summed, or their sum, [W]; the only rank's is what it sends
+    received: torch.Tensor  # rows to be summed, of all ranks or of all others, or their sum, [W]
     is_sum: bool
 
     @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [self.sent] if self.received is self.sent else [self.sent, self.received]
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.sent, self.received
 
 
 class Reducer:
@@ -146,7 +146,7 @@ class Reducer:
         members = list(filling.members.values())
         names = [param.name for param in members]
         if self._ranks == 1 or self._comm.sums_in_exchange(self._dtype):
-            received = sent if self._ranks == 1 else self._take(sent.numel(), self._dtype)
+            received = self._take(width * self._comm.rows_received, self._dtype)
             work = self._comm.exchange(received, sent, "gradient", names)
             is_sum = False
         else:
@@ -204,7 +204,7 @@ class Reducer:
         reduction.work.wait()
         width = sum(param.slice for param in reduction.members)
         is_sum = reduction.is_sum
-        rows = reduction.received.view(1 if is_sum else self._ranks, width)
+        rows = [reduction.received] if is_sum else self._rows_to_sum(reduction, width)
         units = None if is_sum else self._empty_units(reduction.members)
         if units is not None:
             self._sum_into(units, rows)
@@ -227,6 +227,11 @@ class Reducer:
         for buffer in reduction.buffers:
             self._give(buffer)
 
+    def _rows_to_sum(self, reduction: _InFlight, width: int) -> list[torch.Tensor]:
+        """Every rank's row, in rank order  # N of [W]"""
+        own = reduction.sent.view(self._ranks, width)[self._comm.rank]
+        return [row for rows, _, _ in self._comm.parts(reduction.received, own) for row in rows]
+
     def _empty_units(self, members: Sequence[ShardedParam]) -> list[int] | None:
         """The units whose parameters these are, if they are all that train, in order, and none has a gradient yet: then
         the sum is the gradient, and needs no copy."""
@@ -238,30 +243,30 @@ class Reducer:
             return None
         return units if all(map(operator.is_, whole, members)) else None
 
-    def _sum_into(self, units: Sequence[int], rows: torch.Tensor) -> None:
+    def _sum_into(self, units: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Sum over ranks into the gradients of units that have none.
 
         Args:
             units: Whose slices stand in the rows one after the other.
-            rows: One row per rank  # [N, W]
+            rows: One row per rank  # N of [W]
         """
         start = 0
         for unit in units:
             grads = self._shards.make_grads(unit, zeros=False)
             if grads is not None:
                 end = start + grads.numel()
-                _sum_rows(grads, rows[:, start:end])
+                _sum_rows(grads, [row[start:end] for row in rows])
                 start = end
 
     def _add_to_replicas(self, summed: torch.Tensor, members: Sequence[ShardedParam]) -> None:
         """Stage 0: the other half of an all-reduce, so that every rank holds the whole sum."""
-        width = summed.numel()
-        everyone = self._take(self._ranks * width, torch.float32)
-        self._comm.all_gather(everyone, summed, "gradient", [param.name for param in members]).wait()
-        columns = everyone.view(self._ranks, width).split([p.slice for p in members], dim=1)
-        targets = [None if p.grad is None else p.grad.view(self._ranks, p.slice) for p in members]
-        self._add(targets, columns, members)
-        self._give(everyone)
+        received = self._take(self._comm.rows_received * summed.numel(), torch.float32)
+        self._comm.all_gather(received, summed, "gradient", [param.name for param in members]).wait()
+        whole = [None if p.grad is None else p.grad.view(self._ranks, p.slice) for p in members]
+        for rows, first, end in self._comm.parts(received, summed):
+            columns = rows.split([p.slice for p in members], dim=1)
+            self._add([None if grad is None else grad[first:end] for grad in whole], columns, members)
+        self._give(received)
 
     def _add(
         self,
@@ -314,16 +319,16 @@ def _copy_rows(target: torch.Tensor, gradient: torch.Tensor | None, numel: int) 
         target[whole + 1 :].zero_()
 
 
-def _sum_rows(output: torch.Tensor, rows: torch.Tensor) -> None:
+def _sum_rows(output: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
     """Sum over ranks in rank order, in the dtype of ``output``.
 
     Args:
         output: The sum  # [W]
-        rows: One row per rank  # [N, W]
+        rows: One row per rank  # N of [W]
     """
-    if rows.shape[0] == 1:
+    if len(rows) == 1:
         output.copy_(rows[0])
-    elif rows.dtype is output.dtype:
+    elif rows[0].dtype is output.dtype:
         torch.add(rows[0], rows[1], out=output)
         for row in rows[2:]:
             output.add_(row)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -47,6 +47,7 @@ class ShardedParam:
         persistent: Whether the full parameter stays.
         trains: Whether it gets gradients in this accumulation window.
         has_grad: Whether ``grad`` holds anything since the last step.
+        parts: Views that :meth:`part` has made.
     """
 
     ref: ParamRef
@@ -61,6 +62,14 @@ class ShardedParam:
     persistent: bool
     trains: bool = False
     has_grad: bool = False
+    parts: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def part(self, first: int, end: int) -> torch.Tensor:
+        """Rows of some ranks, a view that is made once  # [end - first, S]"""
+        found = self.parts.get((first, end))
+        if found is None:
+            found = self.parts[first, end] = self.rows[first:end]
+        return found
 
     @property
     def full_bytes(self) -> int:
