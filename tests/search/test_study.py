@@ -76,7 +76,7 @@ def test_the_files_own_setting_is_tried_right_after_the_defaults(bench: Bench) -
     job = make_job(trials=4, zero={"prefetch_distance": 123_456, "overlap_comm": False})
     result, workers = bench(plan_of(job), surface)
     first, second = workers.trials[:2]
-    assert (first.zero.prefetch_distance, first.zero.overlap_comm) == (BLOCK, True)
+    assert (first.zero.prefetch_distance, first.zero.overlap_comm) == (2 * BLOCK, True)
     assert (second.zero.prefetch_distance, second.zero.overlap_comm) == (123_456, False)
     assert result.trials[1].is_baseline is False
 
@@ -129,7 +129,7 @@ def test_a_baseline_out_of_memory_leaves_no_speedup(bench: Bench) -> None:
     """S02a: the first trial has no metric; the first feasible one is the reference."""
 
     def no_defaults(job: JobConfig) -> Point:
-        if job.zero.prefetch_distance == BLOCK and job.zero.release == "after_use":
+        if job.zero.prefetch_distance == 2 * BLOCK and job.zero.release == "after_use":
             raise fail(Status.OOM_DEVICE)
         return surface(job)
 
@@ -313,7 +313,7 @@ def test_a_candidate_that_fails_when_measured_again_drops_out(bench: Bench) -> N
             return super().run(spec, limits, on_progress)
 
     def breaks_later(job: JobConfig) -> Point:
-        if state["confirming"] and (job.zero.release, job.zero.prefetch_distance) == ("keep", BLOCK):
+        if state["confirming"] and (job.zero.release, job.zero.prefetch_distance) == ("keep", 2 * BLOCK):
             raise fail(Status.OOM_DEVICE)
         return surface(job)
 

@@ -33,9 +33,9 @@ from zerotune.zero import direct
 
 
 @contextmanager
-def unprofiled() -> Iterator[None]:
-    """What begins inside is no event of torch's profiler: a collective that outlives the profiler tells it of its end when
-    it is gone, which ends the process in C++ (torch 2.13)."""
+def _unprofiled() -> Iterator[None]:
+    """What begins inside is no event of torch's profiler: a collective of gloo that outlives the profiler tells it of its
+    end when it is gone, which ends the process in C++ (torch 2.13)."""
     if not torch.autograd._profiler_enabled():
         yield
         return
@@ -312,9 +312,9 @@ class Communicator:
         heads: torch.Tensor | None = None,
     ) -> Work:
         if self._group.device.type != "cuda":
-            work = issue()
+            with _unprofiled():
+                work = issue()
             assert work is not None
-
             return self._started(lambda: self._wait_for(work, number), pending)
         side = self._streams.get(stream)
         if side is None:

@@ -31,7 +31,6 @@ from zerotune.schedule import (
     Schedule,
     Wait,
 )
-from zerotune.zero.comm import unprofiled
 from zerotune.zero.gatherer import Gatherer
 from zerotune.zero.passes import Pass, ScheduleBook
 from zerotune.zero.reducer import Reducer
@@ -219,8 +218,7 @@ class Executor:
     def open_next_window(self) -> None:
         """Issue the first gathers of the next window: their shards hold what it is to use."""
         self._opened = self.next_opening
-        with unprofiled():
-            self._do(self._opened)
+        self._do(self._opened)
 
     def finish_open_passes(self) -> None:
         """End passes that had no backward: free what they hold."""
