@@ -7,14 +7,15 @@ current stream wait for its event. Buffers are allocated, read and given back on
 these two points, so no ``record_stream`` is needed and nothing waits on the host.
 
 [Note: order of summation]
-On gloo every reduction is an exchange (all-to-all) followed by a local sum in rank order, in fp32: the same bits for
+On gloo every reduction is an exchange followed by a local sum in rank order, in fp32: the same bits for
 every bucket size, half the time of gloo's own reduce-scatter, and low-precision traffic with fp32 sums. On NCCL fp32
 uses its reduce-scatter, whose bits do not depend on the size for N = 2; lower precisions use the exchange as well.
 
 [Note: announcing]
 Every collective is announced to the guard before it is issued and compared again when it has been waited for (see
-:mod:`zerotune.engine.guard`). Gathers between nodes carry a tag at the head of every row: ``head_elements`` of them, which
-are not parameters and are counted apart from them.
+:mod:`zerotune.engine.guard`). On gloo sends and receives are matched by what was announced (:mod:`zerotune.zero.direct`). On
+NCCL, gathers between nodes carry a tag at the head of every row: ``head_elements`` of them, which are not parameters and
+are counted apart from them.
 """
 
 from __future__ import annotations
