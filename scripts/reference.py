@@ -57,7 +57,7 @@ class Benchmark:
 
     def seconds(self, links: Sequence[str], rounds: int) -> float:
         """About how long it takes."""
-        steps = (len(self.engines) + 1) * (rounds * STEPS + _MORE_STEPS)
+        steps = (len(self.engines) + 1) * (rounds * (STEPS + 1) + _MORE_STEPS)
         return sum(_START_S + steps * self.size * _STEP_S[link] for link in links)
 
     def run(self, link: str, rounds: int) -> Document:

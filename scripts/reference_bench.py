@@ -26,7 +26,9 @@ from reference import (
 
 ENGINES = (
     "zerotune",
+    "zerotune:ahead",
     "zerotune:keep",
+    "zerotune:keep-ahead",
     "fsdp2",
     "fsdp2:keep",
     "fsdp2:async",
@@ -34,7 +36,9 @@ ENGINES = (
     "deepspeed",
     "deepspeed:scaled",
 )
-VARIANTS = {"keep": "zero.release=keep"}
+_AHEAD = f"zero.prefetch_distance={4 * 789_248}"
+VARIANTS = {"ahead": _AHEAD, "keep": "zero.release=keep", "keep-ahead": f"zero.release=keep,{_AHEAD}"}
+"""``ahead``: four blocks of the 10.5 M model."""
 
 
 def table(name: str, documents: dict[str, Document]) -> str:

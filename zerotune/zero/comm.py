@@ -105,7 +105,7 @@ class Communicator:
         self._guard = install_guard(group.process_group, group.rank, group.size)
         if self._guard is not None and timeout_s is not None:
             self._guard.limit_s = timeout_s
-        self._is_direct = self._guard is not None and group.backend == "gloo"
+        self._is_direct = self._guard is not None and group.backend == "gloo" and group.device.type == "cpu"
         self._tags_differ: torch.Tensor | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         if group.device.type == "cuda" and overlap:

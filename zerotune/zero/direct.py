@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -51,7 +52,7 @@ class _Waiter:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Landing] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Landing | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, args=(self._queue,), name="landings", daemon=True).start()
 
     def watch(self, works: list[dist.Work]) -> Landing:
@@ -59,10 +60,13 @@ class _Waiter:
         self._queue.put(landing)
         return landing
 
+    def end(self) -> None:
+        """End the thread, once it has waited for everything."""
+        self._queue.put(None)
+
     @staticmethod
-    def _run(landings: queue.SimpleQueue[Landing]) -> None:
-        while True:
-            landing = landings.get()
+    def _run(landings: queue.SimpleQueue[Landing | None]) -> None:
+        while (landing := landings.get()) is not None:
             try:
                 for work in landing.works:
                     work.wait()
@@ -125,4 +129,5 @@ def _waiter(group: dist.ProcessGroup) -> _Waiter:
     waiter = _WAITERS.get(group)
     if waiter is None:
         waiter = _WAITERS[group] = _Waiter()
+        weakref.finalize(group, waiter.end)
     return waiter
