@@ -7,15 +7,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zerotune.config.knobs import Knobs
 from zerotune.records import Ledger
+from zerotune.zero import direct
+from zerotune.zero.direct import Landing
 from zerotune.zero.engine import ZeroEngine
 from zerotune.zero.gatherer import Gatherer
 
@@ -56,23 +58,22 @@ class Block(nn.Module):
 class _Late:
     """A collective that lands no earlier than the link allows."""
 
-    def __init__(self, work: dist.Work, elements: int) -> None:
+    def __init__(self, work: Landing, elements: int) -> None:
         self._work = work
         self._lands = time.perf_counter() + LINK_S * elements / ELEMENTS
 
-    def is_completed(self) -> bool:
-        return time.perf_counter() >= self._lands and self._work.is_completed()
-
-    def wait(self, *timeout: Any) -> Any:
+    def wait(self, timeout: timedelta) -> bool:
         time.sleep(max(0.0, self._lands - time.perf_counter()))
-        return self._work.wait(*timeout)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+        return self._work.wait(timeout)
 
 
-def _late(collective: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda output, *args, **options: _Late(collective(output, *args, **options), output.numel())
+def _late(collective: Callable[..., Landing]) -> Callable[..., _Late]:
+    def late(group: Any, rank: int, size: int, output: torch.Tensor, *rest: Any) -> _Late:
+        # The output holds no row of the rank's own.
+        elements = output.numel() // (size - 1) * size
+        return _Late(collective(group, rank, size, output, *rest), elements)
+
+    return late
 
 
 def _release_at_the_end(patches: ExitStack) -> None:
@@ -99,8 +100,8 @@ def steps_ledger(rank: int, size: int, knobs: dict[str, Any], fault: str = "") -
     }  # fmt: skip
     with (
         ExitStack() as patches,
-        patch("torch.distributed.all_gather_single", _late(dist.all_gather_single)),
-        patch("torch.distributed.all_to_all_single", _late(dist.all_to_all_single)),
+        patch.object(direct, "all_gather", _late(direct.all_gather)),
+        patch.object(direct, "exchange", _late(direct.exchange)),
     ):
         if fault == "release never":
             _release_at_the_end(patches)
