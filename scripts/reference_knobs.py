@@ -67,12 +67,16 @@ TURNS = (
         "allgather_bucket_size", str(4 * BLOCK), ("collectives -", "sent ="), (f"zero.prefetch_distance={4 * BLOCK}",)
     ),
     Turn("prefetch_distance", "0", ("sent =", "hidden gathers -", "exposed gathers +", "time +")),
-    Turn("prefetch_distance", str(4 * BLOCK), ("sent =", "hidden gathers +", "live +")),
+    Turn("prefetch_distance", str(4 * BLOCK), ("sent -", "hidden gathers +", "live +")),
     Turn("param_persistence_threshold", "300k", ("sent -", "collectives -", "peak +")),
     Turn("release", "keep", ("sent -", "collectives -", "exposed gathers -", "live +", "peak +", "time -")),
     Turn(
         "max_reuse_distance", str(4 * BLOCK), ("sent -", "collectives -", "live +"),
         ("zero.release=reuse", "zero.max_reuse_distance=0"),
+    ),
+    Turn(
+        "memory_budget", "210MiB", ("sent -", "live +", "peak +"),
+        ("zero.release=planned", "zero.memory_budget=187MiB"),
     ),
     Turn("max_live_parameters", "800k", ("live -", "peak -")),
     Turn("reduce_bucket_size", "200k", ("reductions +", "sent =")),
