@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zerotune.engine.guard import DeviceWork, guard_of
+from zerotune.engine.guard import guard_of, waited_on_host
 from zerotune.records import CollectiveKind
 
 
@@ -66,5 +66,5 @@ class RankGroup:
             number = guard.enter(CollectiveKind.ALL_GATHER, "numbers", (), everyone.numel())
             work = dist.all_gather_single(everyone, mine, group=self.process_group, async_op=True)
             assert work is not None
-            guard.wait(DeviceWork(work, self.device) if self.device.type == "cuda" else work, number)
+            guard.wait(waited_on_host(work, self.device), number)
         return everyone.view(self.size, len(values)).tolist()

@@ -2,11 +2,12 @@
 
 Before a collective is issued, its rank announces it in its slots (see [Note: slots] in :mod:`zerotune.engine.slots`) and
 compares with what the other ranks of its node announced under the same number. Whoever comes second finds that they
-differ before its collective can do harm: on gloo, gathers of unequal size end the other process in C++, and gathers of
+differ before its collective can do harm: gloo's own gathers of unequal size end the other process in C++, and those of
 equal size mix silently. Whoever came first waits, and looks at the slots while it waits.
 
 Ranks of other nodes are told through the process group's store, and only when something has gone on for long or has
-gone wrong; what travels between nodes carries a tag (see :meth:`CollectiveGuard.stamp`) that is compared on arrival.
+gone wrong. Between nodes, sends and receives of gloo are matched by what was announced (:meth:`CollectiveGuard.tag`), and
+what NCCL gathers carries a tag (:meth:`CollectiveGuard.stamp`) that is compared on the device.
 
 A slow rank is not a diverged one: the error is raised when slots prove that ranks ran different collectives under one
 number, when a connection is lost, or when the time limit has passed.
@@ -109,6 +110,11 @@ class DeviceWork:
                 raise RuntimeError("Operation timed out")
             time.sleep(_DEVICE_POLL_S)
         return True
+
+
+def waited_on_host(work: dist.Work, device: torch.device) -> Waitable:
+    """A collective of torch's as :meth:`CollectiveGuard.wait` takes it: on CUDA an event stands for it."""
+    return DeviceWork(work, device) if device.type == "cuda" else work
 
 
 class CollectiveGuard:

@@ -9,8 +9,8 @@ PERSISTENCE_LIMIT = 100_000
 
 
 PREFETCH_BLOCKS = 2
-"""Default of ``prefetch_distance``: with one block, the link idles while the loss and the head run backward; with three the
-peak, which falls there, was higher than FSDP2's (docs/decisions.md)."""
+"""Default of ``prefetch_distance``: with one block, the link idles while the loss and the head run backward; each further
+one costs its buffer at the peak, which falls there (docs/decisions.md)."""
 
 
 def resolve_knobs(knobs: Knobs, block: int) -> Knobs:

@@ -1,4 +1,5 @@
-"""Collectives of the ZeRO engine. What differs between gloo on CPU and NCCL on CUDA is in this file alone.
+"""Collectives of the ZeRO engine. What differs between gloo on CPU and NCCL on CUDA is here and,
+for what gloo does directly, in :mod:`zerotune.zero.direct`.
 
 [Note: streams]
 On CUDA, gathers and reductions run on a stream of their own each. A collective first makes its stream wait for the
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from zerotune.engine import LedgerKeeper, RankGroup
-from zerotune.engine.guard import TAG_ELEMENTS, DeviceWork, Waitable, install_guard
+from zerotune.engine.guard import TAG_ELEMENTS, Waitable, install_guard, waited_on_host
 from zerotune.engine.ledger import PendingCollective
 from zerotune.records import CollectiveKind
 from zerotune.zero import direct
@@ -252,8 +253,7 @@ class Communicator:
         work = dist.broadcast(tensor, src=0, group=self._group.process_group, async_op=True)
         assert work is not None
         self._ledger.begin_wait(pending)
-        on_cuda = self._group.device.type == "cuda"
-        self._wait_for(DeviceWork(work, self._group.device) if on_cuda else work, number)
+        self._wait_for(waited_on_host(work, self._group.device), number)
         self._ledger.end_wait(pending)
 
     def sums_in_exchange(self, dtype: torch.dtype) -> bool:

@@ -48,9 +48,8 @@ class BufferPool:
             buffer = idle.pop()
             self._ledger.add(ByteClass.POOLED, -buffer.nbytes)
             return buffer
-        if (
-            torch.is_inference_mode_enabled()
-        ):  # a tensor made there could not be written to in a training step
+        if torch.is_inference_mode_enabled():
+            # A tensor made there could not be written to in a training step.
             with torch.inference_mode(False):
                 return torch.empty(numel, dtype=dtype, device=self._device)
         return torch.empty(numel, dtype=dtype, device=self._device)
