@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,3 +65,21 @@ def parts_of_one(rank: int, size: int) -> None:
 
 def test_a_single_rank_has_its_own_row_alone() -> None:
     run_on_ranks(1, parts_of_one)
+
+
+def test_a_loop_that_ends_with_gathers_in_flight_ends_in_peace() -> None:
+    """Processes of their own, to their very end: what `step()` began for a next step is still on its way."""
+    loop = Path(__file__).parents[2] / "examples" / "own_loop.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        str(loop),
+    ]
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]

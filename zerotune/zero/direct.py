@@ -14,6 +14,7 @@ wait, and the guard finds out why.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import weakref
@@ -22,6 +23,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+_EXIT_S = 3.0
+"""How long a process that ends waits for what is in flight: the next step's first gathers, which all ranks have issued."""
 
 
 class Landing:
@@ -53,7 +57,10 @@ class _Waiter:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Landing | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, args=(self._queue,), name="landings", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(self._queue,), name="landings", daemon=True)
+        thread.start()
+        # A thread that comes back from C++ while Python ends would end the process with SIGABRT.
+        atexit.register(self._end_and_join, thread)
 
     def watch(self, works: list[dist.Work]) -> Landing:
         landing = Landing(works)
@@ -63,6 +70,10 @@ class _Waiter:
     def end(self) -> None:
         """End the thread, once it has waited for everything."""
         self._queue.put(None)
+
+    def _end_and_join(self, thread: threading.Thread) -> None:
+        self.end()
+        thread.join(_EXIT_S)
 
     @staticmethod
     def _run(landings: queue.SimpleQueue[Landing | None]) -> None:
