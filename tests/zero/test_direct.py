@@ -76,8 +76,7 @@ def test_a_loop_that_ends_with_gathers_in_flight_ends_in_peace() -> None:
         "torch.distributed.run",
         "--nproc-per-node",
         "2",
-        "--master-port",
-        "0",
+        "--standalone",
         str(loop),
     ]
     for _ in range(3):
