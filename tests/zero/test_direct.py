@@ -42,8 +42,12 @@ def many_in_flight(rank: int, size: int, widths: list[int]) -> None:
     random.Random(7).shuffle(flying)  # alike on all ranks or not, it must not matter
     for number, width, received, own, work in flying:
         work.wait()
-        rows = torch.cat([part for part, _, _ in comm.parts(received, own)])
+        rows = torch.stack(comm.rows_in_order(received, own))
         assert rows.shape == (size, width)
+        ((mine, first, end),) = comm.own_row(own)
+        assert (first, end) == (rank, rank + 1) and torch.equal(mine[0], own)
+        for theirs, first, end in comm.rows_of_others(received):
+            assert torch.equal(theirs, rows[first:end])
         for sender, row in enumerate(rows):
             expected = value(sender, rank if number % 2 else 0, number)
             assert torch.equal(row, torch.full((width,), expected))
@@ -59,8 +63,9 @@ def parts_of_one(rank: int, size: int) -> None:
     own = torch.arange(6.0)
     received = torch.empty(comm.rows_received * 6)
     comm.all_gather(received, own, "forward", ["unit"]).wait()
-    ((rows, first, end),) = comm.parts(received, own)
-    assert (first, end) == (0, 1) and torch.equal(rows, own[None])
+    (row,) = comm.rows_in_order(received, own)
+    assert torch.equal(row, own)
+    assert not comm.own_row(own) and not comm.rows_of_others(received), "there is nothing to copy"
 
 
 def test_a_single_rank_has_its_own_row_alone() -> None:

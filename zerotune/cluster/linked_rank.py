@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from zerotune.cluster.host_memory import keep_freed_memory
 from zerotune.cluster.logs import FORMAT
 from zerotune.train.context import Progress
 
@@ -45,6 +46,7 @@ def main(arguments: list[str]) -> None:
     """Called with the paths of call and answer, folder, rank, ranks, rank 0's address, interface and cores."""
     logging.basicConfig(level=logging.INFO, format=FORMAT)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    keep_freed_memory()
     call, answer, run_dir, rank, ranks, address, interface, cores = arguments
     os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     os.environ["GLOO_SOCKET_IFNAME"] = interface

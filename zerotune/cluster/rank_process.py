@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from zerotune.cluster.faults import fault_of
+from zerotune.cluster.host_memory import keep_freed_memory
 from zerotune.cluster.logs import rank_log_path, route_output
 from zerotune.cluster.messages import (
     Done,
@@ -216,6 +217,7 @@ def main() -> None:
     # Ray blocks SIGINT in everything it starts; user code should find signals as in any program. A terminal's
     # Ctrl-C does not arrive here: ranks are in sessions of their own.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    keep_freed_memory()
     import torch
     import torch.distributed  # noqa: F401
 

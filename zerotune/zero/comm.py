@@ -21,6 +21,7 @@ are counted apart from them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -132,23 +133,55 @@ class Communicator:
         nothing (gloo, and a single rank)."""
         return self._group.size - 1 if self._is_direct or self._group.size == 1 else self._group.size
 
-    def parts(self, received: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
-        """The rows of all ranks, in rank order, after a gather or an exchange.
+    def own_row(self, own: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
+        """This rank's row, where gathers and exchanges do not bring it, and whose it is.
 
         Args:
-            received: Its output  # [R * n]
-            own: This rank's row  # [n]
+            own: What this rank sends  # [W]
 
         Returns:
-            Rows, and of which ranks they are, from the first to before the last  # [(K, n), first, end]
+            None or one of: the row, of which rank, and the one after  # [1, W], first, end
         """
-        n = self._group.size
-        rank = self._group.rank
-        rows = received.view(self.rows_received, own.numel())
-        if self.rows_received == n:
-            return [(rows, 0, n)]
-        found = [(rows[:rank], 0, rank), (own[None], rank, rank + 1), (rows[rank:], rank + 1, n)]
-        return [part for part in found if part[1] < part[2]]
+        rank, size = self._group.rank, self._group.size
+        if size == 1 or self.rows_received == size:
+            return []  # a rank that is alone sends what it has
+        return [(own[None], rank, rank + 1)]
+
+    def rows_of_others(self, received: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
+        """What gathers and exchanges bring: rows, and of which ranks they are, in rank order.
+
+        Args:
+            received: Their output  # [R * W]
+
+        Returns:
+            Rows, the first rank they are of, and the one after the last  # [(K, W), first, end]
+        """
+        rank, size = self._group.rank, self._group.size
+        if size == 1:
+            return []
+        rows = received.view(self.rows_received, received.numel() // self.rows_received)
+        if self.rows_received == size:
+            return [(rows, 0, size)]
+        if rank == 0:
+            return [(rows, 1, size)]
+        if rank == size - 1:
+            return [(rows, 0, rank)]
+        return [(rows[:rank], 0, rank), (rows[rank:], rank + 1, size)]
+
+    def rows_in_order(self, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's row, in rank order, after a gather or an exchange.
+
+        Args:
+            received: Its output  # [R * W]
+            own: This rank's row  # [W]
+
+        Returns:
+            N of [W].
+        """
+        if self._group.size == 1:
+            return [own]
+        found = [*self.own_row(own), *self.rows_of_others(received)]
+        return [row for rows, _, _ in sorted(found, key=operator.itemgetter(1)) for row in rows]
 
     @property
     def is_broken(self) -> bool:

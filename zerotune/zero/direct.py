@@ -79,11 +79,11 @@ class _Waiter:
     def _run(landings: queue.SimpleQueue[Landing | None]) -> None:
         while (landing := landings.get()) is not None:
             try:
-                for work in landing.works:
-                    work.wait()
+                while landing.works:  # a work holds its buffer: let go of it before saying that it has landed
+                    landing.works.pop(0).wait()
             except BaseException as error:
                 landing.error = error
-            landing.works.clear()
+                landing.works.clear()
             landing.landed.set()
             del landing
 

@@ -200,6 +200,7 @@ class ZeroEngine(CheckpointMixin):
         self._frozen_homes = frozen_homes(optimizer, self.shards.params)
         self.optimizer = shard_optimizer(optimizer, self.shards.trainable, self._slice_of)
         self._optimizer_bytes = 0
+        self._optimizer_entries = 0
         uses = {unit.module: (unit.label, (index,)) for index, unit in enumerate(self._units)}
         self._planner = self._make_planner() if is_planned else None
         self._watcher = UseWatcher(module, uses, self._planner or self._executor)
@@ -737,6 +738,10 @@ class ZeroEngine(CheckpointMixin):
             )
 
     def _account_optimizer(self) -> None:
+        entries = sum(map(len, self.optimizer.state.values()))
+        if entries == self._optimizer_entries:
+            return
+        self._optimizer_entries = entries
         now = optimizer_bytes(self.optimizer)
         if now != self._optimizer_bytes:
             self.ledger.add(ByteClass.OPTIMIZER, now - self._optimizer_bytes)
@@ -773,7 +778,7 @@ class ZeroEngine(CheckpointMixin):
             own = param.master.detach()
             received = own.new_empty(param.slice * self._comm.rows_received)
             self._comm.all_gather(received, own, "export", [param.name]).wait()
-            flat = torch.cat([rows.reshape(-1) for rows, _, _ in self._comm.parts(received, own)])
+            flat = torch.cat(self._comm.rows_in_order(received, own))
         return flat[: param.numel].view(param.param.shape).cpu().clone()
 
     def _load_master(self, param: ShardedParam, value: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from zerotune.engine import LedgerKeeper
 from zerotune.records import ByteClass
 from zerotune.zero.comm import Communicator, Work
 from zerotune.zero.pool import BufferPool
-from zerotune.zero.shards import ShardedParam, ShardedUnit, ShardStore
+from zerotune.zero.shards import ShardedParam, ShardedUnit, ShardStore, SlicesInTurn
 
 
 @dataclass(eq=False)
@@ -22,6 +22,7 @@ class _InFlight:
     units: tuple[int, ...]
     sharded: tuple[ShardedUnit, ...]
     work: Work
+    in_turn: SlicesInTurn
     shard: torch.Tensor  # [H + W]: what is sent; on CUDA another stream reads it until it lands
     buffer: (
         torch.Tensor
@@ -29,6 +30,14 @@ class _InFlight:
     head: int  # H
     live: int  # elements of the parameters that it carries
     nbytes: int  # that were allocated for it
+
+
+@dataclass(frozen=True)
+class _Refresh:
+    """Persistent parameters that are refreshed in one AllGather, and the names of their units."""
+
+    in_turn: SlicesInTurn
+    names: list[str]
 
 
 class Gatherer:
@@ -58,6 +67,8 @@ class Gatherer:
         self._pool = pool
         self._ledger = ledger
         self._dtype = dtype
+        self._joint: dict[tuple[int, ...], SlicesInTurn] = {}
+        self._refreshes: list[_Refresh] | None = None
         self.complete: set[int] = set()
         self.in_flight: dict[int, _InFlight] = {}
 
@@ -67,18 +78,14 @@ class Gatherer:
         if not wanted:
             return
         sharded = tuple(self._shards.units[unit] for unit in wanted)
+        in_turn = self._in_turn(wanted, sharded)
         head = self._comm.head_elements
-        slices = [unit.flat for unit in sharded]
-        if head:
-            slices.insert(0, slices[0].new_empty(head))
-        shard = slices[0] if len(slices) == 1 else torch.cat(slices)
-        width = shard.numel()
-        nbytes = 0 if len(slices) == 1 else shard.nbytes
-        buffer = self._pool.take(self._comm.rows_received * width, self._dtype)
+        shard, nbytes = self._to_send([unit.flat for unit in sharded], head)
+        buffer = self._pool.take(self._comm.rows_received * (head + in_turn.width), self._dtype)
         nbytes += buffer.nbytes
         work = self._comm.all_gather(buffer, shard, purpose, [unit.name for unit in sharded], head)
-        live = self._ranks * (width - head)  # tags take memory but are no elements of parameters
-        flight = _InFlight(wanted, sharded, work, shard, buffer, head, live, nbytes)
+        live = self._ranks * in_turn.width  # tags take memory but are no elements of parameters
+        flight = _InFlight(wanted, sharded, work, in_turn, shard, buffer, head, live, nbytes)
         self._ledger.add(ByteClass.FULL, nbytes)  # not before: if ranks diverged, nothing is in flight
         self._ledger.add_live(live)
         for unit in wanted:
@@ -121,6 +128,7 @@ class Gatherer:
         for param in sharded.gathered:
             param.persistent = True
             self._shards.persistent.append(param)
+        self._refreshes = None
 
     def end_keeping(self, unit: int) -> None:
         """Undo :meth:`keep_for_good`, between steps: the unit is released, and gathered for its uses again."""
@@ -128,6 +136,7 @@ class Gatherer:
         for param in sharded.gathered:
             param.persistent = False
         self._shards.persistent[:] = [param for param in self._shards.persistent if param.persistent]
+        self._refreshes = None
         self._ledger.add_live(sharded.flat.numel() * self._ranks)
         self.complete.add(unit)
         self.release((unit,))
@@ -144,18 +153,24 @@ class Gatherer:
         Args:
             bucket_size: Elements per AllGather, at most (a larger parameter goes alone); ``None`` for one AllGather.
         """
-        for params in self._refresh_buckets(bucket_size):
-            width = sum(p.slice for p in params)
-            buffer = self._pool.take(self._comm.rows_received * width, self._dtype)
-            self._ledger.add(ByteClass.FULL, buffer.nbytes)
-            shard = torch.cat([p.shard for p in params])
-            names = list(dict.fromkeys(self._shards.units[p.ref.unit].name for p in params))
-            work = self._comm.all_gather(buffer, shard, "refresh", names)
+        if self._refreshes is None:
+            self._refreshes = [self._refresh(params) for params in self._refresh_buckets(bucket_size)]
+        for refresh in self._refreshes:
+            shard, nbytes = self._to_send([p.shard for p in refresh.in_turn.params])
+            buffer = self._pool.take(self._comm.rows_received * refresh.in_turn.width, self._dtype)
+            nbytes += buffer.nbytes
+            self._ledger.add(ByteClass.FULL, nbytes)
+            work = self._comm.all_gather(buffer, shard, "refresh", refresh.names)
             yield
             work.wait()
-            self._copy_out(buffer, shard, params)
-            self._ledger.add(ByteClass.FULL, -buffer.nbytes)
+            for rows, first, end in [*self._comm.own_row(shard), *self._comm.rows_of_others(buffer)]:
+                refresh.in_turn.copy_out(rows, first, end)
+            self._ledger.add(ByteClass.FULL, -nbytes)
             self._pool.give(buffer)
+
+    def _refresh(self, params: Sequence[ShardedParam]) -> _Refresh:
+        names = dict.fromkeys(self._shards.units[p.ref.unit].name for p in params)
+        return _Refresh(SlicesInTurn(params), list(names))
 
     def _refresh_buckets(self, bucket_size: int | None) -> list[list[ShardedParam]]:
         buckets: list[list[ShardedParam]] = []
@@ -171,35 +186,51 @@ class Gatherer:
 
     # ----------------------------------------------------------------------------------------------- inside
 
-    def _land(self, flight: _InFlight) -> None:
-        flight.work.wait()
-        sharded = flight.sharded
-        for unit in sharded:
-            unit.allocate()
-        self._ledger.add(ByteClass.FULL, sum(unit.full_bytes for unit in sharded))
-        self._ledger.add_live(flight.live)
-        self.complete.update(flight.units)
-        with _labelled("copy_out", sharded):
-            params = sharded[0].gathered if len(sharded) == 1 else [p for u in sharded for p in u.gathered]
-            self._copy_out(flight.buffer, flight.shard, params, flight.head)
-        self._drop(flight)
+    def _in_turn(self, units: tuple[int, ...], sharded: tuple[ShardedUnit, ...]) -> SlicesInTurn:
+        if len(sharded) == 1:
+            return sharded[0].in_turn
+        found = self._joint.get(units)
+        if found is None:
+            found = self._joint[units] = SlicesInTurn([p for unit in sharded for p in unit.gathered])
+        return found
 
-    def _copy_out(
-        self, buffer: torch.Tensor, shard: torch.Tensor, params: Sequence[ShardedParam], head: int = 0
-    ) -> None:
-        """From rank-major to parameter-major order.
+    def _to_send(self, slices: list[torch.Tensor], head: int = 0) -> tuple[torch.Tensor, int]:
+        """What this rank sends, and the bytes that were allocated for it.
 
         Args:
-            buffer: What was received  # [R * (H + W)]
-            shard: What was sent  # [H + W]
-            params: Whose slices stand in it one after the other.
-            head: H, elements at the head of every row that are none of theirs.
+            slices: What it consists of.
+            head: Room for a tag before them.
         """
-        sizes = [p.slice for p in params]
-        with torch.no_grad():
-            for rows, first, end in self._comm.parts(buffer, shard):
-                out = [p.part(first, end) for p in params]
-                torch.split_with_sizes_copy(rows[:, head:] if head else rows, sizes, dim=1, out=out)
+        if len(slices) == 1 and not head:
+            return slices[0], 0
+        if self._ranks == 1:  # nobody reads it
+            return slices[0].new_empty(1).expand(sum(piece.numel() for piece in slices)), 0
+        if head:
+            slices.insert(0, slices[0].new_empty(head))
+        shard = torch.cat(slices)
+        return shard, shard.nbytes
+
+    def _land(self, flight: _InFlight) -> None:
+        sharded = flight.sharded
+        taken = sum(unit.full_bytes for unit in sharded)
+        for unit in sharded:
+            unit.allocate()
+        self._ledger.add(ByteClass.FULL, taken)
+        try:
+            with _labelled("copy_out", sharded):
+                for rows, first, end in self._comm.own_row(flight.shard):  # beside what still travels
+                    flight.in_turn.copy_out(rows, first, end)
+                flight.work.wait()
+                for rows, first, end in self._comm.rows_of_others(flight.buffer):
+                    flight.in_turn.copy_out(rows[:, flight.head :] if flight.head else rows, first, end)
+        except BaseException:
+            for unit in sharded:
+                unit.free()
+            self._ledger.add(ByteClass.FULL, -taken)
+            raise
+        self._ledger.add_live(flight.live)
+        self.complete.update(flight.units)
+        self._drop(flight)
 
     def _drop(self, flight: _InFlight, reuse: bool = True) -> None:
         for unit in flight.units:

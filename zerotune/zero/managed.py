@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -22,8 +22,10 @@ class ManagedParameters:
     def __init__(self, module: nn.Module, params: Sequence[ShardedParam]) -> None:
         self._module = module
         self._params = params
-        self._storages = {p.param: p.rows.untyped_storage()._cdata for p in params}
-        self._versions = {p.param: p.param._version for p in params}
+        self._managed = [p.param for p in params]
+        self._storages = [p.rows.untyped_storage()._cdata for p in params]
+        self._versions = [param._version for param in self._managed]
+        self._identities = self._identities_now()
         self._requires_grad = self._flags()
 
     def check_storages(self) -> None:
@@ -33,23 +35,39 @@ class ManagedParameters:
             UsageError: Names the parameter.
         """
         with not_reading():
-            self._check(self._module.parameters())
+            identities = self._identities_now()
+            if identities != self._identities:
+                self._refuse_strangers()
+                self._identities = identities
+            self._check_values()
 
-    def _check(self, params: Iterable[nn.Parameter]) -> None:
-        for param in params:
-            storage = self._storages.get(param)
-            if storage is None:
+    def _identities_now(self) -> list[int]:
+        """Every parameter as it hangs in the modules; walking the modules is all that this costs."""
+        return [
+            id(param)
+            for module in self._module.modules()
+            for param in module._parameters.values()
+            if param is not None
+        ]
+
+    def _refuse_strangers(self) -> None:
+        managed = set(self._managed)
+        for param in self._module.parameters():
+            if param not in managed:
                 raise UsageError(
                     f"{self._name(param)} was added to the model after the engine was built, and is not managed",
                     "add it before, or build a new engine",
                 )
+
+    def _check_values(self) -> None:
+        for index, (param, storage) in enumerate(zip(self._managed, self._storages, strict=True)):
             if param.untyped_storage()._cdata != storage:
                 raise UsageError(
                     f"{self._name(param)} was moved, cast or assigned after the engine was built",
                     "call .to() and assign .data before, or use engine.load_state_dict",
                 )
-            if param._version != self._versions[param]:
-                self._versions[param] = param._version
+            if param._version != self._versions[index]:
+                self._versions[index] = param._version
                 raise UsageError(
                     f"{self._name(param)} was changed in place, which is lost when the optimizer updates its slices",
                     "change values with engine.load_state_dict, and derive constrained weights in forward",

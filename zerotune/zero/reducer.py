@@ -17,26 +17,52 @@ from zerotune.zero.comm import Communicator, Work
 from zerotune.zero.pool import BufferPool
 from zerotune.zero.shards import ShardedParam, ShardStore
 
+_REMEMBERED = 4096
+"""Buckets whose members are remembered."""
+
+
+class _Members:
+    """What is known of a bucket for good.
+
+    Args:
+        bucket: The bucket.
+        shards: Where its members are.
+    """
+
+    def __init__(self, bucket: Bucket, shards: ShardStore) -> None:
+        self.bucket = bucket
+        self.params = [shards[ref] for ref in bucket.params]
+        self.names = [param.name for param in self.params]
+        self.units = list(dict.fromkeys(ref.unit for ref in bucket.params))
+        self.sizes = [param.slice for param in self.params]
+        self.width = sum(self.sizes)
+        ends = list(accumulate(self.sizes))
+        self.columns = {
+            ref: slice(end - size, end)
+            for ref, size, end in zip(bucket.params, self.sizes, ends, strict=True)
+        }
+
 
 @dataclass
 class _Filling:
     """A bucket that gradients are copied into: row r goes to rank r."""
 
-    members: dict[ParamRef, ShardedParam]
-    columns: dict[ParamRef, slice]  # of ``rows``
-    rows: torch.Tensor  # [N, W]
+    members: _Members
+    rows: torch.Tensor  # [N, W]; of a rank alone, room for nothing
     collected: set[ParamRef] = field(default_factory=set)
+    kept: dict[ParamRef, torch.Tensor] = field(default_factory=dict)  # gradients of a rank alone, 1D
 
 
 @dataclass
 class _InFlight:
     """A bucket being reduced."""
 
-    members: list[ShardedParam]
+    members: _Members
     work: Work
     sent: torch.Tensor
     received: torch.Tensor  # rows to be summed, of all ranks or of all others, or their sum, [W]
     is_sum: bool
+    kept: dict[ParamRef, torch.Tensor]
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +101,7 @@ class Reducer:
         self._ledger = ledger
         self._dtype = dtype
         self._replicate = replicate
+        self._members: dict[int, _Members] = {}
         self._filling: dict[int, _Filling] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._collected: set[ParamRef] = set()
@@ -96,26 +123,47 @@ class Reducer:
         filling = self._filling.get(index)
         if filling is None:
             filling = self._filling[index] = self._start(bucket)
-        params = [filling.members[ref] for ref in refs]
+        members = filling.members
+        is_whole = len(refs) == len(members.params)
+        params = members.params if is_whole else [self._shards[ref] for ref in refs]
         grads = [param.param.grad for param in params]
         if self.looks_for_trouble:
             self._look_for_trouble(params, grads)
-        if len(refs) == len(filling.members) and all(
-            grad is not None and grad.dtype is self._dtype and 0 < grad.numel() == self._ranks * param.slice
-            for param, grad in zip(params, grads, strict=True)
+        if self._ranks == 1:
+            self._keep(filling, refs, params, grads)
+        elif is_whole and all(
+            grad is not None and grad.dtype is self._dtype and 0 < grad.numel() == self._ranks * size
+            for size, grad in zip(members.sizes, grads, strict=True)
         ):
             # What is whole and needs no padding goes in one operation.
             flat = [grad.detach().reshape(-1) for grad in grads if grad is not None]
             torch._chunk_cat(flat, 0, self._ranks, out=filling.rows)
         else:
             for ref, param, grad in zip(refs, params, grads, strict=True):
-                _copy_rows(filling.rows[:, filling.columns[ref]], grad, param.numel)
+                _copy_rows(filling.rows[:, members.columns[ref]], grad, param.numel)
         for ref, param, grad in zip(refs, params, grads, strict=True):
             if grad is not None:
                 param.param.grad = None
                 self.touched.add(ref)
         filling.collected.update(refs)
         self._collected.update(refs)
+
+    def _keep(
+        self,
+        filling: _Filling,
+        refs: Sequence[ParamRef],
+        params: Sequence[ShardedParam],
+        grads: Sequence[torch.Tensor | None],
+    ) -> None:
+        """A rank that is alone has its sums in these gradients: they are kept as they are, in the dtype that travels."""
+        for ref, param, grad in zip(refs, params, grads, strict=True):
+            if grad is not None and param.numel == param.slice:
+                flat = grad.detach().reshape(-1).to(self._dtype)
+            else:
+                flat = torch.empty(param.slice, dtype=self._dtype, device=param.master.device)
+                _copy_rows(flat[None], grad, param.numel)
+            filling.kept[ref] = flat
+            self._ledger.add(ByteClass.GRADIENT, flat.nbytes)
 
     def _look_for_trouble(self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
         for param, grad in zip(params, grads, strict=True):
@@ -141,19 +189,18 @@ class Reducer:
     def reduce(self, index: int) -> None:
         """Issue the reduction of a bucket."""
         filling = self._filling.pop(index)
-        width = filling.rows.shape[1]
+        members = filling.members
         sent = filling.rows.view(-1)
-        members = list(filling.members.values())
-        names = [param.name for param in members]
         if self._ranks == 1 or self._comm.sums_in_exchange(self._dtype):
-            received = self._take(width * self._comm.rows_received, self._dtype)
-            work = self._comm.exchange(received, sent, "gradient", names)
+            received = self._take(members.width * self._comm.rows_received, self._dtype)
+            rows = sent if self._ranks > 1 else sent.new_empty(1).expand(members.width)
+            work = self._comm.exchange(received, rows, "gradient", members.names)
             is_sum = False
         else:
-            received = self._take(width, torch.float32)
-            work = self._comm.reduce_scatter(received, sent, "gradient", names)
+            received = self._take(members.width, torch.float32)
+            work = self._comm.reduce_scatter(received, sent, "gradient", members.names)
             is_sum = True
-        self._in_flight.append(_InFlight(members, work, sent, received, is_sum))
+        self._in_flight.append(_InFlight(members, work, sent, received, is_sum, filling.kept))
 
     def drain(self, keep: int = 0) -> None:
         """Finish the oldest reductions until at most ``keep`` are in flight; none will finish if ranks diverged."""
@@ -174,9 +221,12 @@ class Reducer:
         unfinished = list(self._filling)
         for index in unfinished:
             filling = self._filling[index]
-            for ref in filling.members:
-                if ref not in filling.collected:
-                    filling.rows[:, filling.columns[ref]].zero_()
+            left = [ref for ref in filling.members.bucket.params if ref not in filling.collected]
+            if self._ranks == 1:
+                self._keep(filling, left, [self._shards[ref] for ref in left], [None] * len(left))
+            else:
+                for ref in left:
+                    filling.rows[:, filling.members.columns[ref]].zero_()
             self.drain(keep=1)
             self.reduce(index)
 
@@ -184,6 +234,7 @@ class Reducer:
         """Drop everything, after an error."""
         for filling in self._filling.values():
             self._give(filling.rows.view(-1))
+            self._forget(filling.kept)
         self._filling.clear()
         self._collected.clear()
         self.drain()
@@ -191,57 +242,73 @@ class Reducer:
     # ----------------------------------------------------------------------------------------------- inside
 
     def _start(self, bucket: Bucket) -> _Filling:
-        members = {ref: self._shards[ref] for ref in bucket.params}
-        ends = list(accumulate(param.slice for param in members.values()))
-        columns = {
-            ref: slice(end - param.slice, end)
-            for (ref, param), end in zip(members.items(), ends, strict=True)
-        }
-        rows = self._take(self._ranks * ends[-1], self._dtype).view(self._ranks, ends[-1])
-        return _Filling(members, columns, rows)
+        members = self._members.get(id(bucket))
+        if members is None or members.bucket is not bucket:
+            if len(self._members) >= _REMEMBERED:
+                self._members.clear()  # of schedules that are long gone
+            members = self._members[id(bucket)] = _Members(bucket, self._shards)
+        rows = self._take(self._ranks * members.width if self._ranks > 1 else 0, self._dtype)
+        return _Filling(members, rows.view(self._ranks, members.width) if self._ranks > 1 else rows)
 
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()
-        width = sum(param.slice for param in reduction.members)
-        is_sum = reduction.is_sum
-        rows = [reduction.received] if is_sum else self._rows_to_sum(reduction, width)
-        units = None if is_sum else self._empty_units(reduction.members)
-        if units is not None:
-            self._sum_into(units, rows)
+        members = reduction.members
+        if self._ranks == 1:
+            self._add_what_was_kept(members, reduction.kept)
+        elif not reduction.is_sum and self._are_empty_units(members):
+            self._sum_into(members.units, self._rows_to_sum(reduction))
         else:
-            summed = rows[0]
-            if not is_sum:
-                summed = self._take(width, torch.float32)
-                _sum_rows(summed, rows)
-            for unit in dict.fromkeys(param.ref.unit for param in reduction.members):
+            summed = reduction.received
+            if not reduction.is_sum:
+                summed = self._take(members.width, torch.float32)
+                _sum_rows(summed, self._rows_to_sum(reduction))
+            for unit in members.units:
                 self._shards.make_grads(unit)
             if self._replicate:
-                self._add_to_replicas(summed, reduction.members)
+                self._add_to_replicas(summed, members)
             else:
-                slices = summed.split([param.slice for param in reduction.members])
-                self._add([p.grad for p in reduction.members], slices, reduction.members)
-            if not is_sum:
+                self._add([p.grad for p in members.params], summed.split(members.sizes), members.params)
+            if not reduction.is_sum:
                 self._give(summed)
-        for param in reduction.members:
+        for param in members.params:
             param.has_grad = True
         for buffer in reduction.buffers:
             self._give(buffer)
 
-    def _rows_to_sum(self, reduction: _InFlight, width: int) -> list[torch.Tensor]:
+    def _rows_to_sum(self, reduction: _InFlight) -> list[torch.Tensor]:
         """Every rank's row, in rank order  # N of [W]"""
-        own = reduction.sent.view(self._ranks, width)[self._comm.rank]
-        return [row for rows, _, _ in self._comm.parts(reduction.received, own) for row in rows]
+        own = reduction.sent.view(self._ranks, reduction.members.width)[self._comm.rank]
+        return self._comm.rows_in_order(reduction.received, own)
 
-    def _empty_units(self, members: Sequence[ShardedParam]) -> list[int] | None:
-        """The units whose parameters these are, if they are all that train, in order, and none has a gradient yet: then
-        the sum is the gradient, and needs no copy."""
-        if self._replicate or not self._shards.keeps_fp32_grads:
-            return None
-        units = list(dict.fromkeys(param.ref.unit for param in members))
-        whole = [param for unit in units for param in self._shards.units[unit].trainable]
-        if len(whole) != len(members) or any(self._shards.has_grads(unit) for unit in units):
-            return None
-        return units if all(map(operator.is_, whole, members)) else None
+    def _are_empty_units(self, members: _Members) -> bool:
+        """Whether these are all that trains of their units, in order, none of which has a gradient yet: then the sum is
+        the gradient, and needs no copy."""
+        if (self._replicate and self._ranks > 1) or not self._shards.keeps_fp32_grads:
+            return False
+        whole = [param for unit in members.units for param in self._shards.units[unit].trainable]
+        return (
+            len(whole) == len(members.params)
+            and not any(self._shards.has_grads(unit) for unit in members.units)
+            and all(map(operator.is_, whole, members.params))
+        )
+
+    def _add_what_was_kept(self, members: _Members, kept: dict[ParamRef, torch.Tensor]) -> None:
+        """A rank that is alone: what was collected is the sum. It becomes the gradient, or is added to it."""
+        grads = [kept[ref] for ref in members.bucket.params]
+        self._forget(kept)
+        if self._dtype is torch.float32 and self._are_empty_units(members) and self._shards.can_adopt(grads):
+            start = 0
+            for unit in members.units:
+                end = start + len(self._shards.units[unit].trainable)
+                self._shards.adopt_grads(unit, grads[start:end])
+                start = end
+            return
+        for unit in members.units:
+            self._shards.make_grads(unit)
+        self._add([p.grad for p in members.params], grads, members.params)
+
+    def _forget(self, kept: dict[ParamRef, torch.Tensor]) -> None:
+        self._ledger.add(ByteClass.GRADIENT, -sum(grad.nbytes for grad in kept.values()))
 
     def _sum_into(self, units: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Sum over ranks into the gradients of units that have none.
@@ -252,20 +319,20 @@ class Reducer:
         """
         start = 0
         for unit in units:
-            grads = self._shards.make_grads(unit, zeros=False)
+            grads = self._shards.new_grads(unit)
             if grads is not None:
                 end = start + grads.numel()
-                _sum_rows(grads, [row[start:end] for row in rows])
+                _sum_rows(grads, [row[start:end] for row in rows] if len(units) > 1 else rows)
                 start = end
 
-    def _add_to_replicas(self, summed: torch.Tensor, members: Sequence[ShardedParam]) -> None:
+    def _add_to_replicas(self, summed: torch.Tensor, members: _Members) -> None:
         """Stage 0: the other half of an all-reduce, so that every rank holds the whole sum."""
-        received = self._take(self._comm.rows_received * summed.numel(), torch.float32)
-        self._comm.all_gather(received, summed, "gradient", [param.name for param in members]).wait()
-        whole = [None if p.grad is None else p.grad.view(self._ranks, p.slice) for p in members]
-        for rows, first, end in self._comm.parts(received, summed):
-            columns = rows.split([p.slice for p in members], dim=1)
-            self._add([None if grad is None else grad[first:end] for grad in whole], columns, members)
+        received = self._take(self._comm.rows_received * members.width, torch.float32)
+        self._comm.all_gather(received, summed, "gradient", members.names).wait()
+        whole = [None if p.grad is None else p.grad.view(self._ranks, p.slice) for p in members.params]
+        for rows, first, end in [*self._comm.own_row(summed), *self._comm.rows_of_others(received)]:
+            columns = rows.split(members.sizes, dim=1)
+            self._add([None if grad is None else grad[first:end] for grad in whole], columns, members.params)
         self._give(received)
 
     def _add(

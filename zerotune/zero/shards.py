@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -47,7 +47,6 @@ class ShardedParam:
         persistent: Whether the full parameter stays.
         trains: Whether it gets gradients in this accumulation window.
         has_grad: Whether ``grad`` holds anything since the last step.
-        parts: Views that :meth:`part` has made.
     """
 
     ref: ParamRef
@@ -62,22 +61,44 @@ class ShardedParam:
     persistent: bool
     trains: bool = False
     has_grad: bool = False
-    parts: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-
-    def part(self, first: int, end: int) -> torch.Tensor:
-        """Rows of some ranks, a view that is made once  # [end - first, S]"""
-        found = self.parts.get((first, end))
-        if found is None:
-            found = self.parts[first, end] = self.rows[first:end]
-        return found
 
     @property
     def full_bytes(self) -> int:
         return self.rows.numel() * self.rows.element_size()
 
 
+class SlicesInTurn:
+    """Parameters whose slices travel one after the other, and the places that each rank's slices go to.
+
+    Args:
+        params: Whose.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self.params = params
+        self.sizes = [p.slice for p in params]
+        self.width = sum(self.sizes)
+        self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def copy_out(self, rows: torch.Tensor, first: int, end: int) -> None:
+        """From rank-major to parameter-major order.
+
+        Args:
+            rows: What some ranks sent  # [end - first, W]
+            first: The first of these ranks.
+            end: The one after the last.
+        """
+        places = self._places.get((first, end))
+        if places is None:
+            places = self._places[first, end] = [p.rows[first:end] for p in self.params]
+        with torch.no_grad():
+            torch.split_with_sizes_copy(rows, self.sizes, dim=1, out=places)
+
+
 class ShardedUnit:
     """A unit's parameters, and those that are gathered as one.
+
+    A rank that is alone holds these in full already: then ``full`` and ``flat`` share their storage, which stays.
 
     Args:
         name: For the ledger.
@@ -92,20 +113,23 @@ class ShardedUnit:
         self.flat = flat
         self._storage = full.untyped_storage()
         self.gathered = [p for p in params if not p.persistent]
-        self.slices = [p.slice for p in self.gathered]
-        self.rows = [p.rows for p in self.gathered]
+        self.in_turn = SlicesInTurn(self.gathered)
         self.width = flat.numel()
-        self.full_bytes = sum(p.full_bytes for p in self.gathered)
+        self._is_whole = self._storage._cdata == flat.untyped_storage()._cdata
+        self.full_bytes = 0 if self._is_whole else sum(p.full_bytes for p in self.gathered)
+        """Bytes that come with :meth:`allocate` and go with :meth:`free`."""
         self.trainable: list[ShardedParam] = []
         self._classes: list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]] = []
 
     def allocate(self) -> None:
         """Restore the storage of the full parameters; what it holds then is arbitrary."""
-        self._storage.resize_(self.full_bytes)
+        if not self._is_whole:
+            self._storage.resize_(self.full_bytes)
 
     def free(self) -> None:
         """Free the storage of the full parameters."""
-        self._storage.resize_(0)
+        if not self._is_whole:
+            self._storage.resize_(0)
 
     def report_reads(self, to: Callable[[ShardedParam], None]) -> None:
         """Report reads of the gathered parameters, but for those between :meth:`expose` and :meth:`conceal`."""
@@ -195,7 +219,8 @@ class ShardStore:
             self.units.append(self._unit(layout.units[index].name, params, flat))
         self.params = [p for unit in self.units for p in unit.params]
         self.persistent = [p for p in self.params if p.persistent]
-        self._flat_grads: dict[int, torch.Tensor] = {}
+        self._flat_grads: dict[int, list[torch.Tensor]] = {}
+        self._adopted: set[int] = set()
         self.note_trainable()
 
     def __getitem__(self, ref: ParamRef) -> ShardedParam:
@@ -238,16 +263,17 @@ class ShardStore:
 
         Where activations are most, at the beginning of backward, there are none.
         """
-        self._ledger.add(ByteClass.GRADIENT, -sum(flat.nbytes for flat in self._flat_grads.values()))
+        self._ledger.add(ByteClass.GRADIENT, -sum(flat.nbytes for flat in self.flat_grads))
         self._flat_grads.clear()
+        self._adopted.clear()
         for param in self.params:
             param.grad = None
             param.has_grad = False
 
     @property
     def flat_grads(self) -> list[torch.Tensor]:
-        """Gradients of the units that have any, in the order of units, one buffer each."""
-        return [self._flat_grads[index] for index in sorted(self._flat_grads)]
+        """Gradients of the units that have any, in the order of units: one buffer each, or those that were adopted."""
+        return [flat for index in sorted(self._flat_grads) for flat in self._flat_grads[index]]
 
     @property
     def keeps_fp32_grads(self) -> bool:
@@ -258,29 +284,50 @@ class ShardStore:
         """Whether a unit has its gradient buffer."""
         return index in self._flat_grads
 
-    def make_grads(self, index: int, zeros: bool = True) -> torch.Tensor | None:
-        """One flat gradient buffer for a unit, and views of it per parameter, unless it is there.
+    def make_grads(self, index: int) -> None:
+        """Give a unit gradients, zeros, unless it has some."""
+        if index not in self._flat_grads:
+            flat = self.new_grads(index)
+            if flat is not None:
+                flat.zero_()
 
-        Args:
-            index: Of the unit.
-            zeros: Whether it holds zeros, or what is arbitrary.
+    def new_grads(self, index: int) -> torch.Tensor | None:
+        """One flat gradient buffer for a unit that has none, and views of it per parameter.
 
         Returns:
-            The buffer; ``None`` if nothing of the unit trains  # 1D
+            The buffer, which holds what is arbitrary; ``None`` if nothing of the unit trains  # 1D
         """
-        if index in self._flat_grads:
-            return self._flat_grads[index]
+        assert index not in self._flat_grads
         trainable = self.units[index].trainable
         sizes = [p.master.numel() for p in trainable]
         if not sum(sizes):
             return None
-        make = torch.zeros if zeros else torch.empty
-        flat = make(sum(sizes), dtype=self._grad_dtype, device=self._device)
+        flat = torch.empty(sum(sizes), dtype=self._grad_dtype, device=self._device)
         self._ledger.add(ByteClass.GRADIENT, flat.nbytes)
         for param, piece in zip(trainable, flat.split(sizes), strict=True):
             param.grad = piece
-        self._flat_grads[index] = flat
+        self._flat_grads[index] = [flat]
         return flat
+
+    def can_adopt(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether no two gradients share memory, of these and those that were adopted: autograd may give two parameters
+        views of one tensor."""
+        storages = [grad.untyped_storage() for grad in grads]
+        owners = {storage._cdata for storage in storages}
+        return (
+            len(owners) == len(grads)
+            and owners.isdisjoint(self._adopted)
+            and all(storage.nbytes() == grad.nbytes for storage, grad in zip(storages, grads, strict=True))
+        )
+
+    def adopt_grads(self, index: int, grads: Sequence[torch.Tensor]) -> None:
+        """Let a unit that has no gradients take these for its own, one per trainable parameter  # S of each, 1D"""
+        assert index not in self._flat_grads
+        for param, grad in zip(self.units[index].trainable, grads, strict=True):
+            param.grad = grad
+            self._ledger.add(ByteClass.GRADIENT, grad.nbytes)
+            self._adopted.add(grad.untyped_storage()._cdata)
+        self._flat_grads[index] = list(grads)
 
     def make_all_grads(self) -> None:
         """Gradient buffers for every unit."""
@@ -361,14 +408,18 @@ class ShardStore:
         )
 
     def _unit(self, name: str, params: list[ShardedParam], flat: torch.Tensor) -> ShardedUnit:
-        """Put the parameters that are gathered into one storage, which has no memory yet."""
+        """Put the parameters that are gathered into one storage, which has no memory yet; of one rank alone, into that of
+        its slices."""
         gathered = [p for p in params if not p.persistent]
         ranks = self._layout.ranks
-        full = torch.empty(flat.numel() * ranks, dtype=self._dtype, device=self._device)
+        full = (
+            flat if ranks == 1 else torch.empty(flat.numel() * ranks, dtype=self._dtype, device=self._device)
+        )
         for param, padded in zip(gathered, full.split([p.slice * ranks for p in gathered]), strict=True):
             _put(param.param, padded)
             param.rows = padded.view(ranks, param.slice)
-        full.untyped_storage().resize_(0)
+        if ranks > 1:
+            full.untyped_storage().resize_(0)
         return ShardedUnit(name, params, flat, full)
 
     def _persist(self, ref: ParamRef, name: str, param: nn.Parameter) -> ShardedParam:
