@@ -29,12 +29,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerotune.config.errors import UsageError
 from zerotune.config.schema import ModelConfig
 from zerotune.models.factory import users_forward
+from zerotune.models.loss import cross_entropy_sum
 
 IGNORE = -100
 """Target of a position that has no loss: padding."""
@@ -76,10 +76,7 @@ def language_batch(tokens_BT: Tensor, targets_BT: Tensor) -> Batch:
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, tokens: int) -> Tensor:
     """Mean cross-entropy in fp32 over the targets that are not :data:`IGNORE`; zero, not NaN, if ``tokens`` is 0."""
-    total = F.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
-    return total / max(tokens, 1)
+    return cross_entropy_sum(logits_BTV.flatten(0, 1), targets_BT.flatten(), IGNORE) / max(tokens, 1)
 
 
 class Task:
