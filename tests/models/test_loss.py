@@ -13,7 +13,9 @@ from zerotune.train.memory import allocation_peak
 IGNORED = -100
 
 
-def both(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def both(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Loss and gradient: ours, and torch's in float64."""
     found = []
     for values, loss in (

@@ -97,7 +97,9 @@ def layout_of_shards(rank: int, size: int) -> None:
         if size > 1:
             assert storage.nbytes() == 0, f"{param.name} is full at rest"
         else:
-            assert storage.data_ptr() == param.master.untyped_storage().data_ptr(), "a rank alone holds it twice"
+            assert storage.data_ptr() == param.master.untyped_storage().data_ptr(), (
+                "a rank alone holds it twice"
+            )
         assert param.param.shape == values[param.name].shape
         total += param.master.numel()
     assert total * size == sum(padded_numel(p.numel(), size) for p in reference.parameters())

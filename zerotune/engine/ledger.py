@@ -76,6 +76,8 @@ class LedgerKeeper:
 
     def add(self, byte_class: ByteClass, change: int) -> None:
         """Count bytes that were allocated (positive) or freed (negative)."""
+        if not change:
+            return
         now = self._bytes[byte_class] + change
         assert now >= 0, f"ledger: {byte_class} would fall below zero"
         self._bytes[byte_class] = now

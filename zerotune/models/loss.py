@@ -40,7 +40,11 @@ class _CrossEntropySum(torch.autograd.Function):
         weights_R1 = (counts_R * grad)[:, None]
         for rows in _chunks(logits_RV):
             target = grads_RV[rows]
-            found = target if target.dtype is torch.float32 else target.new_empty(target.shape, dtype=torch.float32)
+            found = (
+                target
+                if target.dtype is torch.float32
+                else target.new_empty(target.shape, dtype=torch.float32)
+            )
             torch.softmax(logits_RV[rows], 1, dtype=torch.float32, out=found)
             found.scatter_add_(1, targets_R1[rows], found.new_full((1, 1), -1.0).expand(len(found), 1))
             found.mul_(weights_R1[rows])

@@ -49,6 +49,10 @@ def _unprofiled() -> Iterator[None]:
         torch.autograd._enable_record_function(True)
 
 
+def _nothing() -> None:
+    """What a rank that is alone waits for."""
+
+
 class Work:
     """A collective under way. :meth:`wait` makes its result visible to what the current stream runs next."""
 
@@ -200,12 +204,17 @@ class Communicator:
             self._guard.fail_by_tag()
 
     def all_gather(
-        self, output: torch.Tensor, shard: torch.Tensor, purpose: str, units: Sequence[str], head: int = 0
+        self,
+        output: torch.Tensor | None,
+        shard: torch.Tensor,
+        purpose: str,
+        units: Sequence[str],
+        head: int = 0,
     ) -> Work:
         """Assemble every rank's shard.
 
         Args:
-            output: Receives :attr:`rows_received` shards of n elements, in rank order  # 1D
+            output: Receives :attr:`rows_received` shards of n elements, in rank order; of a rank alone nothing  # 1D
             shard: This rank's n elements  # 1D
             purpose: For the ledger.
             units: For the ledger.
@@ -214,7 +223,8 @@ class Communicator:
         elements = shard.numel() * self._group.size
         pending, number = self._log(CollectiveKind.ALL_GATHER, purpose, units, elements, shard.itemsize, head)
         if self._group.size == 1:
-            return self._started(lambda: None, pending)
+            return self._started(_nothing, pending)
+        assert output is not None
         if head:
             assert self._guard is not None
             self._guard.stamp(shard, number)
@@ -229,11 +239,13 @@ class Communicator:
         heads = output.view(self._group.size, -1)[:, :head] if head else None
         return self._start("gather", issue, pending, number, heads)
 
-    def exchange(self, output: torch.Tensor, rows: torch.Tensor, purpose: str, units: Sequence[str]) -> Work:
+    def exchange(
+        self, output: torch.Tensor | None, rows: torch.Tensor, purpose: str, units: Sequence[str]
+    ) -> Work:
         """Send row r to rank r: afterwards ``output`` holds row ``rank`` of the ranks, in rank order.
 
         Args:
-            output: :attr:`rows_received` rows  # 1D
+            output: :attr:`rows_received` rows; of a rank alone nothing  # 1D
             rows: N rows  # 1D
             purpose: For the ledger.
             units: For the ledger.
@@ -242,7 +254,8 @@ class Communicator:
             CollectiveKind.REDUCE_SCATTER, purpose, units, rows.numel(), rows.itemsize
         )
         if self._group.size == 1:
-            return self._started(lambda: None, pending)
+            return self._started(_nothing, pending)
+        assert output is not None
 
         def issue() -> Waitable | None:
             if self._is_direct:

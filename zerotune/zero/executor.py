@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -90,6 +90,7 @@ class Executor:
         """Go on with other sizes or flags: what was recorded under the old ones no longer holds."""
         self.layout = layout
         self._on_demand = OnDemand(self._knobs, layout)
+        self._events: dict[tuple[EventKind, Phase, str, tuple[int, ...]], tuple[Event, list[int]]] = {}
         self.book = ScheduleBook(self._knobs, layout, self._reduces_in_pass, self.plan)
         for current in self._passes:
             if current.schedule is not None:
@@ -103,6 +104,7 @@ class Executor:
         self.plan = plan
         self.layout = layout
         self._on_demand = OnDemand(self._knobs, layout)
+        self._events = {}
         self.book = self.book.under(plan, layout)
 
     # ------------------------------------------------------------------------------------- what hooks report
@@ -135,12 +137,12 @@ class Executor:
 
     def enter(self, phase: Phase, scope: str, units: tuple[int, ...]) -> None:
         current = self._current(scope)
-        event = Event(EventKind.ENTER, phase, scope, units)
+        event, needed = self._event(EventKind.ENTER, phase, scope, units)
         index = current.record(event, self._leave)
         if index is not None:
             assert current.schedule is not None
             self._do(current.schedule.actions[index], current.schedule.buckets)
-        if index is None or not self._gatherer.complete.issuperset(self._on_demand.needed(event)):
+        if index is None or not self._gatherer.complete.issuperset(needed):
             self._do(self._on_demand.before(event, self._gatherer.complete, self._gatherer.in_flight))
         self._gatherer.expose(units)
         self._ledger.begin_use(phase, scope)
@@ -148,7 +150,7 @@ class Executor:
     def exit(self, phase: Phase, scope: str, units: tuple[int, ...]) -> None:
         self._ledger.end_use(phase, scope)
         current = self._current(scope)
-        event = Event(EventKind.EXIT, phase, scope, units)
+        event, _ = self._event(EventKind.EXIT, phase, scope, units)
         index = current.record(event, self._leave)
         open_uses = self._open_everywhere()
         self._gatherer.conceal(unit for unit in units if not open_uses.get(unit))
@@ -157,6 +159,17 @@ class Executor:
             self._do(current.schedule.actions[index], current.schedule.buckets)
             return
         self._do(self._on_demand.after(event, self._gatherer.complete, open_uses))
+
+    def _event(
+        self, kind: EventKind, phase: Phase, scope: str, units: tuple[int, ...]
+    ) -> tuple[Event, list[int]]:
+        """An event and the units whose weights it reads; the same objects whenever it recurs."""
+        key = (kind, phase, scope, units)
+        found = self._events.get(key)
+        if found is None:
+            event = Event(kind, phase, scope, units)
+            found = self._events[key] = (event, self._on_demand.needed(event))
+        return found
 
     def on_access(self, unit: int) -> bool:
         """An operation is about to read a unit's parameters; off schedule only.
@@ -335,7 +348,9 @@ class Executor:
                 total[unit] = total.get(unit, 0) + count
         return total
 
-    def _do(self, actions: Iterable[Action], buckets: tuple[Bucket, ...] = ()) -> None:
+    def _do(self, actions: Sequence[Action], buckets: tuple[Bucket, ...] = ()) -> None:
+        if not actions:
+            return
         self._is_acting = True
         try:
             with not_reading():

@@ -15,20 +15,30 @@ from zerotune.zero.pool import BufferPool
 from zerotune.zero.shards import ShardedParam, ShardedUnit, ShardStore, SlicesInTurn
 
 
+class _Together:
+    """Units that are gathered in one AllGather."""
+
+    def __init__(self, units: tuple[int, ...], sharded: Sequence[ShardedUnit], ranks: int) -> None:
+        self.units = units
+        self.sharded = sharded
+        self.names = [unit.name for unit in sharded]
+        self.flats = [unit.flat for unit in sharded]
+        self.full_bytes = sum(unit.full_bytes for unit in sharded)
+        self.in_turn = SlicesInTurn([param for unit in sharded for param in unit.gathered])
+        self.live = ranks * self.in_turn.width
+        """Elements of the parameters; tags take memory but are none."""
+
+
 @dataclass(eq=False)
 class _InFlight:
     """One AllGather under way."""
 
-    units: tuple[int, ...]
-    sharded: tuple[ShardedUnit, ...]
+    together: _Together
     work: Work
-    in_turn: SlicesInTurn
     shard: torch.Tensor  # [H + W]: what is sent; on CUDA another stream reads it until it lands
-    buffer: (
-        torch.Tensor
-    )  # [R, H + W]: rows of all ranks or of all others, each with a tag, if any travels, and slices
+    buffer: torch.Tensor | None
+    """[R, H + W]: rows of all ranks or of all others, each with a tag, if any travels, and slices; None of a rank alone."""
     head: int  # H
-    live: int  # elements of the parameters that it carries
     nbytes: int  # that were allocated for it
 
 
@@ -67,28 +77,25 @@ class Gatherer:
         self._pool = pool
         self._ledger = ledger
         self._dtype = dtype
-        self._joint: dict[tuple[int, ...], SlicesInTurn] = {}
+        self._gathered_together: dict[tuple[int, ...], _Together] = {}
         self._refreshes: list[_Refresh] | None = None
         self.complete: set[int] = set()
         self.in_flight: dict[int, _InFlight] = {}
 
     def gather(self, units: Sequence[int], purpose: str) -> None:
         """Issue one AllGather for units that are neither complete nor in flight."""
-        wanted = tuple(u for u in units if u not in self.complete and u not in self.in_flight)
-        if not wanted:
+        together = self._together(tuple(units))
+        if together is None:
             return
-        sharded = tuple(self._shards.units[unit] for unit in wanted)
-        in_turn = self._in_turn(wanted, sharded)
         head = self._comm.head_elements
-        shard, nbytes = self._to_send([unit.flat for unit in sharded], head)
-        buffer = self._pool.take(self._comm.rows_received * (head + in_turn.width), self._dtype)
-        nbytes += buffer.nbytes
-        work = self._comm.all_gather(buffer, shard, purpose, [unit.name for unit in sharded], head)
-        live = self._ranks * in_turn.width  # tags take memory but are no elements of parameters
-        flight = _InFlight(wanted, sharded, work, in_turn, shard, buffer, head, live, nbytes)
+        shard, nbytes = self._to_send(together.flats, head)
+        buffer = self._take(head + together.in_turn.width)
+        work = self._comm.all_gather(buffer, shard, purpose, together.names, head)
+        nbytes += 0 if buffer is None else buffer.nbytes
+        flight = _InFlight(together, work, shard, buffer, head, nbytes)
         self._ledger.add(ByteClass.FULL, nbytes)  # not before: if ranks diverged, nothing is in flight
-        self._ledger.add_live(live)
-        for unit in wanted:
+        self._ledger.add_live(together.live)
+        for unit in together.units:
             self.in_flight[unit] = flight
 
     def wait(self, units: Sequence[int]) -> None:
@@ -157,16 +164,17 @@ class Gatherer:
             self._refreshes = [self._refresh(params) for params in self._refresh_buckets(bucket_size)]
         for refresh in self._refreshes:
             shard, nbytes = self._to_send([p.shard for p in refresh.in_turn.params])
-            buffer = self._pool.take(self._comm.rows_received * refresh.in_turn.width, self._dtype)
-            nbytes += buffer.nbytes
+            buffer = self._take(refresh.in_turn.width)
+            nbytes += 0 if buffer is None else buffer.nbytes
             self._ledger.add(ByteClass.FULL, nbytes)
             work = self._comm.all_gather(buffer, shard, "refresh", refresh.names)
             yield
             work.wait()
-            for rows, first, end in [*self._comm.own_row(shard), *self._comm.rows_of_others(buffer)]:
-                refresh.in_turn.copy_out(rows, first, end)
+            if buffer is not None:
+                for rows, first, end in [*self._comm.own_row(shard), *self._comm.rows_of_others(buffer)]:
+                    refresh.in_turn.copy_out(rows, first, end)
+                self._pool.give(buffer)
             self._ledger.add(ByteClass.FULL, -nbytes)
-            self._pool.give(buffer)
 
     def _refresh(self, params: Sequence[ShardedParam]) -> _Refresh:
         names = dict.fromkeys(self._shards.units[p.ref.unit].name for p in params)
@@ -186,13 +194,25 @@ class Gatherer:
 
     # ----------------------------------------------------------------------------------------------- inside
 
-    def _in_turn(self, units: tuple[int, ...], sharded: tuple[ShardedUnit, ...]) -> SlicesInTurn:
-        if len(sharded) == 1:
-            return sharded[0].in_turn
-        found = self._joint.get(units)
+    def _together(self, units: tuple[int, ...]) -> _Together | None:
+        """Those of the units that are neither complete nor in flight."""
+        complete, in_flight = self.complete, self.in_flight
+        for unit in units:
+            if unit in complete or unit in in_flight:
+                units = tuple(u for u in units if u not in complete and u not in in_flight)
+                break
+        if not units:
+            return None
+        found = self._gathered_together.get(units)
         if found is None:
-            found = self._joint[units] = SlicesInTurn([p for unit in sharded for p in unit.gathered])
+            sharded = [self._shards.units[unit] for unit in units]
+            found = self._gathered_together[units] = _Together(units, sharded, self._ranks)
         return found
+
+    def _take(self, width: int) -> torch.Tensor | None:
+        """Room for what a gather brings, if it brings anything  # [R * width]"""
+        rows = self._comm.rows_received
+        return self._pool.take(rows * width, self._dtype) if rows else None
 
     def _to_send(self, slices: list[torch.Tensor], head: int = 0) -> tuple[torch.Tensor, int]:
         """What this rank sends, and the bytes that were allocated for it.
@@ -205,46 +225,48 @@ class Gatherer:
             return slices[0], 0
         if self._ranks == 1:  # nobody reads it
             return slices[0].new_empty(1).expand(sum(piece.numel() for piece in slices)), 0
-        if head:
-            slices.insert(0, slices[0].new_empty(head))
-        shard = torch.cat(slices)
+        shard = torch.cat([slices[0].new_empty(head), *slices] if head else slices)
         return shard, shard.nbytes
 
     def _land(self, flight: _InFlight) -> None:
-        sharded = flight.sharded
-        taken = sum(unit.full_bytes for unit in sharded)
-        for unit in sharded:
+        together = flight.together
+        for unit in together.sharded:
             unit.allocate()
-        self._ledger.add(ByteClass.FULL, taken)
+        self._ledger.add(ByteClass.FULL, together.full_bytes)
         try:
-            with _labelled("copy_out", sharded):
-                for rows, first, end in self._comm.own_row(flight.shard):  # beside what still travels
-                    flight.in_turn.copy_out(rows, first, end)
+            if flight.buffer is None:
                 flight.work.wait()
-                for rows, first, end in self._comm.rows_of_others(flight.buffer):
-                    flight.in_turn.copy_out(rows[:, flight.head :] if flight.head else rows, first, end)
+            else:
+                self._copy_out(flight, flight.buffer)
         except BaseException:
-            for unit in sharded:
+            for unit in together.sharded:
                 unit.free()
-            self._ledger.add(ByteClass.FULL, -taken)
+            self._ledger.add(ByteClass.FULL, -together.full_bytes)
             raise
-        self._ledger.add_live(flight.live)
-        self.complete.update(flight.units)
+        self._ledger.add_live(together.live)
+        self.complete.update(together.units)
         self._drop(flight)
 
+    def _copy_out(self, flight: _InFlight, buffer: torch.Tensor) -> None:
+        in_turn, head = flight.together.in_turn, flight.head
+        with _labelled("copy_out", flight.together.names):
+            for rows, first, end in self._comm.own_row(flight.shard):  # beside what still travels
+                in_turn.copy_out(rows, first, end)
+            flight.work.wait()
+            for rows, first, end in self._comm.rows_of_others(buffer):
+                in_turn.copy_out(rows[:, head:] if head else rows, first, end)
+
     def _drop(self, flight: _InFlight, reuse: bool = True) -> None:
-        for unit in flight.units:
+        for unit in flight.together.units:
             del self.in_flight[unit]
         self._ledger.add(ByteClass.FULL, -flight.nbytes)
-        self._ledger.add_live(-flight.live)
-        if not reuse:
-            self._pool.lose(flight.buffer)
-        else:
-            self._pool.give(flight.buffer)
+        self._ledger.add_live(-flight.together.live)
+        if flight.buffer is not None:
+            (self._pool.give if reuse else self._pool.lose)(flight.buffer)
 
 
-def _labelled(what: str, units: Iterable[ShardedUnit]) -> AbstractContextManager[object]:
+def _labelled(what: str, units: Iterable[str]) -> AbstractContextManager[object]:
     """A label for torch's profiler, while it is on."""
     if not torch.autograd._profiler_enabled():
         return nullcontext()
-    return torch.profiler.record_function(f"zerotune::{what}({', '.join(u.name for u in units)})")
+    return torch.profiler.record_function(f"zerotune::{what}({', '.join(units)})")

@@ -130,15 +130,17 @@ class Pass:
         """
         if len(self.events) < MAX_RECORDED_EVENTS:
             self.events.append(event)
+        change = 1 if event.kind is EventKind.ENTER else -1
+        open_uses = self.open_uses
         for unit in event.units:
-            change = 1 if event.kind is EventKind.ENTER else -1
-            self.open_uses[unit] = self.open_uses.get(unit, 0) + change
+            open_uses[unit] = open_uses.get(unit, 0) + change
         if self.schedule is None:
             return None
         expected = self.schedule.trace.events
-        if self.next_event < len(expected) and expected[self.next_event] == event:
-            self.next_event += 1
-            return self.next_event - 1
+        index = self.next_event
+        if index < len(expected) and (expected[index] is event or expected[index] == event):
+            self.next_event = index + 1
+            return index
         self.schedule = None
         on_leave()
         return None

@@ -48,7 +48,7 @@ class _Filling:
     """A bucket that gradients are copied into: row r goes to rank r."""
 
     members: _Members
-    rows: torch.Tensor  # [N, W]; of a rank alone, room for nothing
+    rows: torch.Tensor  # [N, W]; of a rank alone, no room but its shape
     collected: set[ParamRef] = field(default_factory=set)
     kept: dict[ParamRef, torch.Tensor] = field(default_factory=dict)  # gradients of a rank alone, 1D
 
@@ -60,13 +60,13 @@ class _InFlight:
     members: _Members
     work: Work
     sent: torch.Tensor
-    received: torch.Tensor  # rows to be summed, of all ranks or of all others, or their sum, [W]
+    received: torch.Tensor | None  # rows to be summed, of all ranks or of all others, or their sum, [W]
     is_sum: bool
     kept: dict[ParamRef, torch.Tensor]
 
     @property
-    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.sent, self.received
+    def buffers(self) -> list[torch.Tensor]:
+        return [] if self.received is None else [self.sent, self.received]
 
 
 class Reducer:
@@ -101,6 +101,7 @@ class Reducer:
         self._ledger = ledger
         self._dtype = dtype
         self._replicate = replicate
+        self._no_room = torch.empty(1, dtype=dtype)
         self._members: dict[int, _Members] = {}
         self._filling: dict[int, _Filling] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -190,16 +191,16 @@ class Reducer:
         """Issue the reduction of a bucket."""
         filling = self._filling.pop(index)
         members = filling.members
-        sent = filling.rows.view(-1)
-        if self._ranks == 1 or self._comm.sums_in_exchange(self._dtype):
-            received = self._take(members.width * self._comm.rows_received, self._dtype)
-            rows = sent if self._ranks > 1 else sent.new_empty(1).expand(members.width)
-            work = self._comm.exchange(received, rows, "gradient", members.names)
-            is_sum = False
-        else:
+        sent = filling.rows.view(-1) if self._ranks > 1 else filling.rows
+        received: torch.Tensor | None = None
+        is_sum = self._ranks > 1 and not self._comm.sums_in_exchange(self._dtype)
+        if is_sum:
             received = self._take(members.width, torch.float32)
             work = self._comm.reduce_scatter(received, sent, "gradient", members.names)
-            is_sum = True
+        else:
+            if self._comm.rows_received:
+                received = self._take(members.width * self._comm.rows_received, self._dtype)
+            work = self._comm.exchange(received, sent, "gradient", members.names)
         self._in_flight.append(_InFlight(members, work, sent, received, is_sum, filling.kept))
 
     def drain(self, keep: int = 0) -> None:
@@ -233,7 +234,8 @@ class Reducer:
     def clear(self) -> None:
         """Drop everything, after an error."""
         for filling in self._filling.values():
-            self._give(filling.rows.view(-1))
+            if self._ranks > 1:
+                self._give(filling.rows.view(-1))
             self._forget(filling.kept)
         self._filling.clear()
         self._collected.clear()
@@ -247,21 +249,22 @@ class Reducer:
             if len(self._members) >= _REMEMBERED:
                 self._members.clear()  # of schedules that are long gone
             members = self._members[id(bucket)] = _Members(bucket, self._shards)
-        rows = self._take(self._ranks * members.width if self._ranks > 1 else 0, self._dtype)
-        return _Filling(members, rows.view(self._ranks, members.width) if self._ranks > 1 else rows)
+        if self._ranks == 1:
+            return _Filling(members, self._no_room.expand(members.width))
+        return _Filling(members, self._take(self._ranks * members.width, self._dtype).view(self._ranks, -1))
 
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()
         members = reduction.members
-        if self._ranks == 1:
+        if reduction.received is None:
             self._add_what_was_kept(members, reduction.kept)
         elif not reduction.is_sum and self._are_empty_units(members):
-            self._sum_into(members.units, self._rows_to_sum(reduction))
+            self._sum_into(members.units, self._rows_to_sum(reduction, reduction.received))
         else:
             summed = reduction.received
             if not reduction.is_sum:
                 summed = self._take(members.width, torch.float32)
-                _sum_rows(summed, self._rows_to_sum(reduction))
+                _sum_rows(summed, self._rows_to_sum(reduction, reduction.received))
             for unit in members.units:
                 self._shards.make_grads(unit)
             if self._replicate:
@@ -275,10 +278,10 @@ class Reducer:
         for buffer in reduction.buffers:
             self._give(buffer)
 
-    def _rows_to_sum(self, reduction: _InFlight) -> list[torch.Tensor]:
+    def _rows_to_sum(self, reduction: _InFlight, received: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's row, in rank order  # N of [W]"""
         own = reduction.sent.view(self._ranks, reduction.members.width)[self._comm.rank]
-        return self._comm.rows_in_order(reduction.received, own)
+        return self._comm.rows_in_order(received, own)
 
     def _are_empty_units(self, members: _Members) -> bool:
         """Whether these are all that trains of their units, in order, none of which has a gradient yet: then the sum is

@@ -113,7 +113,6 @@ class ShardedUnit:
         self.flat = flat
         self._storage = full.untyped_storage()
         self.gathered = [p for p in params if not p.persistent]
-        self.in_turn = SlicesInTurn(self.gathered)
         self.width = flat.numel()
         self._is_whole = self._storage._cdata == flat.untyped_storage()._cdata
         self.full_bytes = 0 if self._is_whole else sum(p.full_bytes for p in self.gathered)
