@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from reference import (
     LINKS,
     Benchmark,
@@ -24,11 +25,15 @@ from reference import (
     row,
 )
 
+from zerotune.config.load import load_job
+from zerotune.models.build import build_model
+from zerotune.models.units import largest_block
+
 ENGINES = (
     "zerotune",
-    "zerotune:ahead",
+    "zerotune:two",
     "zerotune:keep",
-    "zerotune:keep-ahead",
+    "zerotune:keep-far",
     "fsdp2",
     "fsdp2:keep",
     "fsdp2:async",
@@ -36,9 +41,18 @@ ENGINES = (
     "deepspeed",
     "deepspeed:scaled",
 )
-_AHEAD = f"zero.prefetch_distance={4 * 789_248}"
-VARIANTS = {"ahead": _AHEAD, "keep": "zero.release=keep", "keep-ahead": f"zero.release=keep,{_AHEAD}"}
-"""``ahead``: four blocks of the 10.5 M model."""
+EXAMPLE = Path(__file__).parents[1] / "examples" / "bench.yaml"
+
+
+def variants(sets: list[str]) -> dict[str, str]:
+    """``two`` blocks ahead instead of four; ``keep``; ``keep-far``: kept, and eight ahead."""
+    with torch.device("meta"):
+        block = largest_block(build_model(load_job(EXAMPLE, sets).job.model, 0))
+    return {
+        "two": f"zero.prefetch_distance={2 * block}",
+        "keep": "zero.release=keep",
+        "keep-far": f"zero.release=keep,zero.prefetch_distance={8 * block}",
+    }
 
 
 def table(name: str, documents: dict[str, Document]) -> str:
@@ -94,7 +108,7 @@ def main() -> None:
     options.add_argument("--set", action="append", default=[], dest="sets")
     given = options.parse_args()
     folder, name = given.folder, given.name
-    benchmark = Benchmark(ENGINES, VARIANTS, tuple(given.sets))
+    benchmark = Benchmark(ENGINES, variants(given.sets), tuple(given.sets))
     documents = measure({name: benchmark}, folder / f"{name}.json", given.links, given.rounds, given.reuse)[
         name
     ]

@@ -165,7 +165,7 @@ REGISTRY: dict[str, KnobInfo] = {
             _PARTITIONED, None, "which modules share one fully_shard call", "100M",
         ),
         KnobInfo(
-            "prefetch_distance", "zero", "auto, or a size", "elements", "auto: two blocks",
+            "prefetch_distance", "zero", "auto, or a size", "elements", "auto: four blocks",
             "how far ahead of use gathers are issued; 0 gathers on demand",
             _THREE, "stage3_prefetch_bucket_size", "set_modules_to_forward_prefetch / _backward_prefetch", "50M",
         ),

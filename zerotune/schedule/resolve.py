@@ -8,7 +8,7 @@ PERSISTENCE_LIMIT = 100_000
 """Largest default of ``param_persistence_threshold``: DeepSpeed's own default, in elements."""
 
 
-PREFETCH_BLOCKS = 2
+PREFETCH_BLOCKS = 4
 """Default of ``prefetch_distance``: with one block, the link idles while the loss and the head run backward; each further
 one costs its buffer at the peak, which falls there (docs/decisions.md)."""
 
