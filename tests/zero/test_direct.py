@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
-from zerotune.engine import LedgerKeeper, RankGroup
+from zerotune.engine import LedgerKeeper, RankGroup, slots
+from zerotune.zero import direct, neighbours
 from zerotune.zero.comm import Communicator
+from zerotune.zero.neighbours import SWITCH
 
 
 def value(sender: int, receiver: int, number: int) -> float:
     return 100.0 * number + 10.0 * sender + receiver
 
 
-def many_in_flight(rank: int, size: int, widths: list[int]) -> None:
+def group_of(rank: int, size: int, near: bool) -> RankGroup:
+    """A new group whose ranks are neighbours, or leave everything to gloo."""
+    os.environ[SWITCH] = "1" if near else "0"
+    try:
+        process_group = dist.new_group(backend="gloo")
+        neighbours = direct.meet_neighbours(process_group, rank, size)
+    finally:
+        del os.environ[SWITCH]
+    assert set(neighbours.ranks) == (set(range(size)) - {rank} if near else set())
+    return RankGroup(process_group, rank, size, torch.device("cpu"))
+
+
+def many_in_flight(rank: int, size: int, widths: list[int], near: bool) -> None:
     """Gathers and exchanges by turns, issued in one order, waited for in another, by ranks that are late at random."""
-    group = RankGroup(dist.group.WORLD, rank, size, torch.device("cpu"))
+    group = group_of(rank, size, near)
     comm = Communicator(group, LedgerKeeper(rank), overlap=True)
     assert comm.rows_received == size - 1
     moods = random.Random(rank)
@@ -53,9 +70,62 @@ def many_in_flight(rank: int, size: int, widths: list[int]) -> None:
             assert torch.equal(row, torch.full((width,), expected))
 
 
+WIDTHS = [1, 16, 100_000, 7, 0, 3, 250_000, 16, 1, 5]
+
+
+@pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_row_comes_from_its_rank(ranks: int) -> None:
-    run_on_ranks(ranks, many_in_flight, [1, 16, 100_000, 7, 0, 3, 250_000, 16, 1, 5])
+def test_every_row_comes_from_its_rank(ranks: int, near: bool) -> None:
+    run_on_ranks(ranks, many_in_flight, WIDTHS, near)
+
+
+def two_hosts(rank: int, size: int) -> None:
+    """Ranks 0 and 1 on one host, 2 and 3 on another."""
+    with mock.patch.object(slots, "this_node", lambda: f"host {rank // 2}"):
+        process_group = dist.new_group(backend="gloo")
+        found = direct.meet_neighbours(process_group, rank, size)
+    assert list(found.ranks) == [rank ^ 1]
+    comm = Communicator(RankGroup(process_group, rank, size, torch.device("cpu")), LedgerKeeper(rank), True)
+    for number in range(5):
+        own = torch.full((1000,), value(rank, 0, number))
+        received = torch.empty(3 * 1000)
+        comm.all_gather(received, own, "forward", ["unit"]).wait()
+        for sender, row in enumerate(comm.rows_in_order(received, own)):
+            assert torch.equal(row, torch.full((1000,), value(sender, 0, number)))
+
+
+def test_neighbours_read_and_gloo_carries_between_hosts() -> None:
+    run_on_ranks(4, two_hosts)
+
+
+def overwrite_at_once(rank: int, size: int, near: bool) -> None:
+    """What was sent may be overwritten as soon as it has been waited for, however late the other is."""
+    comm = Communicator(group_of(rank, size, near), LedgerKeeper(rank), overlap=True)
+    own, received = torch.empty(500_000), torch.empty(500_000)
+    for number in range(6):
+        if number % size == rank:
+            time.sleep(0.05)
+        own.fill_(number * 10 + rank)
+        comm.all_gather(received, own, "forward", ["unit"]).wait()
+        own.fill_(-1)
+        assert received.eq(number * 10 + 1 - rank).all()
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_what_was_sent_may_be_overwritten_once_it_has_landed(near: bool) -> None:
+    run_on_ranks(2, overwrite_at_once, near)
+
+
+def read_what_is_not_there(rank: int, size: int) -> None:
+    buffer = ctypes.create_string_buffer(16)
+    with pytest.raises(OSError):
+        neighbours.read_memory(os.getpid(), 16, ctypes.addressof(buffer), 16)
+    with pytest.raises(OSError):
+        neighbours.read_memory(2**22 + 5, ctypes.addressof(buffer), ctypes.addressof(buffer), 16)
+
+
+def test_reading_what_is_not_there_is_an_error() -> None:
+    run_on_ranks(1, read_what_is_not_there)
 
 
 def parts_of_one(rank: int, size: int) -> None:

@@ -25,6 +25,7 @@ from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper, RankGroup, slots
 from zerotune.engine.guard import CollectiveFailed, RanksDiverged
 from zerotune.zero.comm import Communicator
+from zerotune.zero.neighbours import SWITCH
 
 # ------------------------------------------------------------------------------------------------------------- slots
 
@@ -186,7 +187,8 @@ def test_a_time_limit_says_what_each_rank_did_last() -> None:
     assert "rank 1 gathers blocks.0 (forward, 128 elements) as collective 1" in message
 
 
-def lose_a_rank(rank: int, size: int, answer_file: str) -> None:
+def lose_a_rank(rank: int, size: int, answer_file: str, near: bool) -> None:
+    os.environ[SWITCH] = str(int(near))  # the pool ends with this task
     _, comm = own_group(rank, size)
     gather(comm, size, "blocks.0", 64)
     if rank == 1:
@@ -199,11 +201,12 @@ def lose_a_rank(rank: int, size: int, answer_file: str) -> None:
     time.sleep(30)
 
 
-def test_who_loses_a_rank_says_what_it_did_last(tmp_path: Path) -> None:
+@pytest.mark.parametrize("near", [True, False])
+def test_who_loses_a_rank_says_what_it_did_last(near: bool, tmp_path: Path) -> None:
     pool = RankPool(2)
     answer = tmp_path / "answer"
     with pytest.raises(AssertionError, match="a rank died"):
-        pool.run(lose_a_rank, str(answer), limit=120)
+        pool.run(lose_a_rank, str(answer), near, limit=120)
     message = answer.read_text()
     assert message.startswith("rank 1 ended during a collective")
     assert "rank 1 gathers blocks.0 (forward, 128 elements) as collective 1" in message

@@ -74,6 +74,7 @@ class CpuAllocations:
                 change = event.extra_fields
                 # By address: the profiler also reports frees of what it saw allocated when it last ran.
                 if change.alloc_size > 0:
+                    held -= alive.pop(change.ptr, 0)  # it was freed, unseen, or nobody could have it again
                     alive[change.ptr] = change.alloc_size
                     held += change.alloc_size
                     peaks[-1] = max(peaks[-1], held)

@@ -238,7 +238,7 @@ class _Bench:
                 engine: Any = loop.engine
                 uses = memory.of_all_ranks(
                     memory.memory_use(
-                        engine, self.group.device, partial(memory.allocation_peak, loop.whole_step)
+                        engine, self.group.device, partial(memory.steady_peak, loop.whole_step)
                     ),
                     self.group,
                 )

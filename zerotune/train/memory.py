@@ -39,6 +39,11 @@ def allocation_peak(function: Callable[[], object]) -> int:
     return max(peaks)
 
 
+def steady_peak(step: Callable[[], object]) -> int:
+    """The lesser :func:`allocation_peak` of two steps: garbage in cycles, or a free that the profiler missed, swells one."""
+    return min(allocation_peak(step) for _ in range(2))
+
+
 def reset_peaks(device: torch.device) -> None:
     """Begin a new peak: of CUDA's allocator, and of the process's resident set where the kernel allows it."""
     if device.type == "cuda":

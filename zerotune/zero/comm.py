@@ -112,6 +112,8 @@ class Communicator:
         if self._guard is not None and timeout_s is not None:
             self._guard.limit_s = timeout_s
         self._is_direct = self._guard is not None and group.backend == "gloo" and group.device.type == "cpu"
+        if self._is_direct:
+            direct.meet_neighbours(*self._ranks_of_group)  # while all are here
         self._tags_differ: torch.Tensor | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         if group.device.type == "cuda" and overlap:

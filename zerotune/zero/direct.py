@@ -1,4 +1,4 @@
-"""Gathers and exchanges on gloo as direct sends and receives, receives first.
+"""Gathers and exchanges on CPU as direct sends and receives, receives first; between neighbours without gloo.
 
 [Note: receives first]
 gloo moves data only once the receiver has said that it is ready, and that word travels on the connection that the
@@ -23,21 +23,39 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from zerotune.zero.neighbours import Neighbours, Place
 
 _EXIT_S = 3.0
 """How long a process that ends waits for what is in flight: the next step's first gathers, which all ranks have issued."""
 
 
 class Landing:
-    """A collective whose sends and receives a thread waits for; for :meth:`zerotune.engine.guard.CollectiveGuard.wait`."""
+    """A collective that comes in parts; for :meth:`zerotune.engine.guard.CollectiveGuard.wait`.
 
-    def __init__(self, works: list[dist.Work]) -> None:
-        self.works = works
+    Args:
+        parts: How many: what gloo carries is one, what neighbours read is another.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        self._lock = threading.Lock()
+        self.works: list[dist.Work] = []
         self.error: BaseException | None = None
         self.landed = threading.Event()
 
+    def part_landed(self, error: BaseException | None = None) -> None:
+        """One of its parts is there, or failed."""
+        with self._lock:
+            self.error = self.error or error
+            self._parts -= 1
+            is_over = self._parts == 0 or error is not None
+        if is_over:
+            self.landed.set()
+
     def wait(self, timeout: timedelta) -> bool:
-        """Wait until everything has arrived and nothing of ours is still being sent.
+        """Wait until everything has arrived and nothing of ours is still being sent or read.
 
         Raises:
             RuntimeError: "Operation timed out", as gloo says it; or the connection broke.
@@ -62,10 +80,8 @@ class _Waiter:
         # A thread that comes back from C++ while Python ends would end the process with SIGABRT.
         atexit.register(self._end_and_join, thread)
 
-    def watch(self, works: list[dist.Work]) -> Landing:
-        landing = Landing(works)
+    def watch(self, landing: Landing) -> None:
         self._queue.put(landing)
-        return landing
 
     def end(self) -> None:
         """End the thread, once it has waited for everything."""
@@ -78,17 +94,28 @@ class _Waiter:
     @staticmethod
     def _run(landings: queue.SimpleQueue[Landing | None]) -> None:
         while (landing := landings.get()) is not None:
+            failure: BaseException | None = None
             try:
                 while landing.works:  # a work holds its buffer: let go of it before saying that it has landed
                     landing.works.pop(0).wait()
             except BaseException as error:
-                landing.error = error
+                failure = error
                 landing.works.clear()
-            landing.landed.set()
-            del landing
+            landing.part_landed(failure)
+            del landing, failure
 
 
 _WAITERS: WeakKeyDictionary[dist.ProcessGroup, _Waiter] = WeakKeyDictionary()
+_NEIGHBOURS: WeakKeyDictionary[dist.ProcessGroup, Neighbours] = WeakKeyDictionary()
+
+
+def meet_neighbours(group: dist.ProcessGroup, rank: int, size: int) -> Neighbours:
+    """This rank's neighbours in a group; the first call is collective."""
+    found = _NEIGHBOURS.get(group)
+    if found is None:
+        found = _NEIGHBOURS[group] = Neighbours(_get_process_group_store(group), rank, size)
+        weakref.finalize(group, found.end)
+    return found
 
 
 def all_gather(
@@ -104,11 +131,16 @@ def all_gather(
         shard: This rank's  # [W]
         tag: The same for this collective on every rank, below 2**31.
     """
-    rows = output.view(size - 1, -1)
+    rows = output.view(size - 1, output.numel() // (size - 1))
     others = _others(rank, size)
-    works = [group.recv([rows[r - (r > rank)]], r, tag) for r in others]
-    works += [group.send([shard], r, tag) for r in others]
-    return _waiter(group).watch(works)
+    return _start(
+        group,
+        dict.fromkeys(others, shard),
+        {r: rows[r - (r > rank)] for r in others},
+        meet_neighbours(group, rank, size),
+        tag,
+        (output, shard),
+    )
 
 
 def exchange(
@@ -124,11 +156,53 @@ def exchange(
         rows: What is sent; the own row stays where it is  # [N * W]
         tag: The same for this collective on every rank, below 2**31.
     """
-    received, sent = output.view(size - 1, -1), rows.view(size, -1)
+    received = output.view(size - 1, output.numel() // (size - 1))
+    sent = rows.view(size, rows.numel() // size)
     others = _others(rank, size)
-    works = [group.recv([received[r - (r > rank)]], r, tag) for r in others]
-    works += [group.send([sent[r]], r, tag) for r in others]
-    return _waiter(group).watch(works)
+    return _start(
+        group,
+        {r: sent[r] for r in others},
+        {r: received[r - (r > rank)] for r in others},
+        meet_neighbours(group, rank, size),
+        tag,
+        (output, rows),
+    )
+
+
+def _start(
+    group: dist.ProcessGroup,
+    sources: dict[int, torch.Tensor],
+    places: dict[int, torch.Tensor],
+    neighbours: Neighbours,
+    tag: int,
+    keep: tuple[torch.Tensor, ...],
+) -> Landing:
+    """Bring every rank its row, and one from each.
+
+    Args:
+        group: The ranks.
+        sources: What is for whom  # [W] each
+        places: Where each one's goes  # [W] each
+        neighbours: Those among them that read from each other.
+        tag: As above.
+        keep: What all this is in.
+    """
+    near = [r for r in sources if r in neighbours.ranks]
+    far = [r for r in sources if r not in neighbours.ranks]
+    landing = Landing(bool(near) + bool(far))
+    if far:
+        landing.works = [group.recv([places[r]], r, tag) for r in far]
+        landing.works += [group.send([sources[r]], r, tag) for r in far]
+        _waiter(group).watch(landing)
+    if near:
+        neighbours.exchange(
+            tag,
+            {r: sources[r].data_ptr() for r in near},
+            {r: Place(places[r].data_ptr(), places[r].nbytes) for r in near},
+            keep,
+            landing.part_landed,
+        )
+    return landing
 
 
 def _others(rank: int, size: int) -> list[int]:

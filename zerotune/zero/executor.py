@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -34,6 +36,17 @@ from zerotune.schedule import (
 from zerotune.zero.gatherer import Gatherer
 from zerotune.zero.passes import Pass, ScheduleBook
 from zerotune.zero.reducer import Reducer
+
+_REMEMBERED = 64
+"""Schedules whose calls are remembered."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """A schedule's actions by event, as calls."""
+
+    schedule: Schedule
+    calls: list[list[Callable[[], None]]]
 
 
 class Executor:
@@ -90,11 +103,12 @@ class Executor:
         """Go on with other sizes or flags: what was recorded under the old ones no longer holds."""
         self.layout = layout
         self._on_demand = OnDemand(self._knobs, layout)
+        self._steps: dict[int, _Steps] = {}
         self._events: dict[tuple[EventKind, Phase, str, tuple[int, ...]], tuple[Event, list[int]]] = {}
         self.book = ScheduleBook(self._knobs, layout, self._reduces_in_pass, self.plan)
         for current in self._passes:
             if current.schedule is not None:
-                current.schedule = None
+                current.leave()
                 self._reducer.abandon()
             current.is_regular = False
 
@@ -104,6 +118,7 @@ class Executor:
         self.plan = plan
         self.layout = layout
         self._on_demand = OnDemand(self._knobs, layout)
+        self._steps = {}
         self._events = {}
         self.book = self.book.under(plan, layout)
 
@@ -141,7 +156,7 @@ class Executor:
         index = current.record(event, self._leave)
         if index is not None:
             assert current.schedule is not None
-            self._do(current.schedule.actions[index], current.schedule.buckets)
+            self._do_scheduled(current.schedule, index)
         if index is None or not self._gatherer.complete.issuperset(needed):
             self._do(self._on_demand.before(event, self._gatherer.complete, self._gatherer.in_flight))
         self._gatherer.expose(units)
@@ -153,10 +168,10 @@ class Executor:
         event, _ = self._event(EventKind.EXIT, phase, scope, units)
         index = current.record(event, self._leave)
         open_uses = self._open_everywhere()
-        self._gatherer.conceal(unit for unit in units if not open_uses.get(unit))
+        self._gatherer.conceal([unit for unit in units if not open_uses.get(unit)])
         if index is not None:
             assert current.schedule is not None
-            self._do(current.schedule.actions[index], current.schedule.buckets)
+            self._do_scheduled(current.schedule, index)
             return
         self._do(self._on_demand.after(event, self._gatherer.complete, open_uses))
 
@@ -349,27 +364,43 @@ class Executor:
         return total
 
     def _do(self, actions: Sequence[Action], buckets: tuple[Bucket, ...] = ()) -> None:
-        if not actions:
+        self._run([self._call_of(action, buckets) for action in actions])
+
+    def _do_scheduled(self, schedule: Schedule, index: int) -> None:
+        """What a schedule has after its event of that index."""
+        steps = self._steps.get(id(schedule))
+        if steps is None or steps.schedule is not schedule:
+            if len(self._steps) >= _REMEMBERED:
+                self._steps.clear()  # of schedules that are long gone
+            calls = [
+                [self._call_of(action, schedule.buckets) for action in each] for each in schedule.actions
+            ]
+            steps = self._steps[id(schedule)] = _Steps(schedule, calls)
+        self._run(steps.calls[index])
+
+    def _run(self, calls: Sequence[Callable[[], None]]) -> None:
+        if not calls:
             return
         self._is_acting = True
         try:
             with not_reading():
-                self._carry_out(actions, buckets)
+                for call in calls:
+                    call()
         finally:
             self._is_acting = False
 
-    def _carry_out(self, actions: Iterable[Action], buckets: tuple[Bucket, ...]) -> None:
-        for action in actions:
-            match action:
-                case Gather(units=units, purpose=purpose):
-                    self._gatherer.gather(units, purpose)
-                case Wait(units=units):
-                    self._gatherer.wait(units)
-                case Release(units=units):
-                    self._gatherer.release(units)
-                case Collect(bucket=bucket, params=params):
-                    self._reducer.collect(bucket, buckets[bucket], params)
-                case Reduce(bucket=bucket):
-                    self._reducer.reduce(bucket)
-                case Drain(keep=keep):
-                    self._reducer.drain(keep)
+    def _call_of(self, action: Action, buckets: tuple[Bucket, ...]) -> Callable[[], None]:
+        """What carries out an action; made once for every action of a schedule."""
+        match action:
+            case Gather(units=units, purpose=purpose):
+                return partial(self._gatherer.gather, units, purpose)
+            case Wait(units=units):
+                return partial(self._gatherer.wait, units)
+            case Release(units=units):
+                return partial(self._gatherer.release, units)
+            case Collect(bucket=bucket, params=params):
+                return partial(self._reducer.collect, bucket, buckets[bucket], params)
+            case Reduce(bucket=bucket):
+                return partial(self._reducer.reduce, bucket)
+            case Drain(keep=keep):
+                return partial(self._reducer.drain, keep)

@@ -100,7 +100,7 @@ class Pass:
     Attributes:
         key: Its kind.
         schedule: What it follows; ``None`` once it has left every recorded order.
-        events: What has happened so far.
+        left: What had happened when it left its schedule, and since; of a pass without one, all.
         open_uses: Uses of each unit that are open.
         next_event: Index of the next event of ``schedule``.
         is_regular: Whether its order may be recorded: no use was discovered in its middle.
@@ -108,7 +108,7 @@ class Pass:
 
     key: PassKey
     schedule: Schedule | None
-    events: list[Event] = field(default_factory=list)
+    left: list[Event] = field(default_factory=list)
     open_uses: dict[int, int] = field(default_factory=dict)
     next_event: int = 0
     is_regular: bool = True
@@ -117,6 +117,16 @@ class Pass:
     def is_complete(self) -> bool:
         """Whether it has followed its schedule to the last event."""
         return self.schedule is not None and self.next_event == len(self.schedule.trace.events)
+
+    @property
+    def events(self) -> list[Event]:
+        """What has happened so far."""
+        return self.left if self.schedule is None else list(self.schedule.trace.events[: self.next_event])
+
+    def leave(self) -> None:
+        """Follow the schedule no longer."""
+        self.left = self.events
+        self.schedule = None
 
     def record(self, event: Event, on_leave: Callable[[], None]) -> int | None:
         """Note an event.
@@ -128,22 +138,26 @@ class Pass:
         Returns:
             The event's index in the schedule, or ``None`` off schedule.
         """
-        if len(self.events) < MAX_RECORDED_EVENTS:
-            self.events.append(event)
         change = 1 if event.kind is EventKind.ENTER else -1
         open_uses = self.open_uses
         for unit in event.units:
             open_uses[unit] = open_uses.get(unit, 0) + change
-        if self.schedule is None:
+        if self.schedule is not None:
+            expected = self.schedule.trace.events
+            index = self.next_event
+            if index < len(expected) and (expected[index] is event or expected[index] == event):
+                self.next_event = index + 1
+                return index
+            self.leave()
+            self._note(event)
+            on_leave()
             return None
-        expected = self.schedule.trace.events
-        index = self.next_event
-        if index < len(expected) and (expected[index] is event or expected[index] == event):
-            self.next_event = index + 1
-            return index
-        self.schedule = None
-        on_leave()
+        self._note(event)
         return None
+
+    def _note(self, event: Event) -> None:
+        if len(self.left) < MAX_RECORDED_EVENTS:
+            self.left.append(event)
 
     def digest(self) -> str:
         """Hash of what was done, to be compared over ranks."""

@@ -1,0 +1,381 @@
+"""Ranks of one host that read one another's memory, where TCP would carry it through the kernel twice.
+
+[Note: reading]
+Linux lets a process copy from the memory of another (``process_vm_readv``) if it may trace it: as root, or as the same user where
+nothing forbids it. A rank that has something for a neighbour tells it where that is, over a socket; the neighbour copies it to
+its place and says so, and only then has the collective ended for the first. So nothing that a neighbour still reads is
+ever overwritten, and a collective is over in the same sense as on gloo. Ranks that may not read each other, or that are
+on different hosts or in different network namespaces (which stand for hosts on a shaped link), are no neighbours.
+
+Measured for 1.6 MB: 10 GB/s, on the core of the reader alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zerotune.engine import slots
+
+SWITCH = "ZEROTUNE_NEIGHBOURS"
+"""Environment variable; 0 leaves everything to gloo."""
+
+_MESSAGE = struct.Struct("<BqQ")  # what, tag, address
+_READY, _DONE = 0, 1
+_HELLO = struct.Struct("<q")
+_CREDENTIALS = struct.Struct("3i")
+_MEET_S = 30.0
+_EXIT_S = 3.0
+_TOKEN_BYTES = 16
+
+
+class _Extent(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _process_vm_readv() -> Callable[..., int] | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except (OSError, AttributeError):
+        return None
+    pointer = ctypes.POINTER(_Extent)
+    function.restype = ctypes.c_ssize_t
+    function.argtypes = (
+        ctypes.c_int, pointer, ctypes.c_ulong, pointer, ctypes.c_ulong, ctypes.c_ulong,
+    )  # fmt: skip
+    return function  # type: ignore[no-any-return]
+
+
+_READ = _process_vm_readv()
+
+
+def read_memory(pid: int, source: int, target: int, nbytes: int) -> None:
+    """Copy from another process.
+
+    Args:
+        pid: Which.
+        source: Address there.
+        target: Address here.
+        nbytes: How much.
+
+    Raises:
+        OSError: It is not allowed, the process is gone, or has nothing there.
+    """
+    if _READ is None:
+        raise OSError("there is no process_vm_readv here")
+    while nbytes:
+        copied = _READ(pid, _Extent(target, nbytes), 1, _Extent(source, nbytes), 1, 0)
+        if copied <= 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        source, target, nbytes = source + copied, target + copied, nbytes - copied
+
+
+class Place(NamedTuple):
+    """Where a row goes."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass
+class _Open:
+    """A collective that has not ended: what is to be read, and who has not read yet."""
+
+    reads: dict[int, Place]
+    readers: set[int]
+    landed: Callable[[BaseException | None], None]
+    keep: tuple[torch.Tensor, ...]
+    """What neighbours read and write; it must stay until they have."""
+
+
+@dataclass
+class _Peer:
+    """A neighbour."""
+
+    pid: int
+    connection: socket.socket
+    ready: dict[int, int] = field(default_factory=dict)
+    """Addresses by tag, of collectives that it came to first."""
+    is_gone: bool = False
+
+
+class Neighbours:
+    """This rank's neighbours in a process group. Creating it is collective.
+
+    Args:
+        store: The group's.
+        rank: This rank in it.
+        size: Its ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._peers = _meet(store, rank, size)
+        self._open: dict[int, _Open] = {}
+        self._lock = threading.Lock()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        self._ends = False
+        if self._peers:
+            self._woken, self._waker = socket.socketpair()
+            self._woken.setblocking(False)
+            thread = threading.Thread(target=self._run, name="neighbours", daemon=True)
+            thread.start()
+            atexit.register(self._end_and_join, thread)
+
+    def end(self) -> None:
+        """End the thread, and hang up."""
+        self._ends = True
+        if self._peers:
+            with contextlib.suppress(OSError):
+                self._waker.send(b"e")
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Who they are."""
+        return self._peers.keys()
+
+    def exchange(
+        self,
+        tag: int,
+        sources: Mapping[int, int],
+        places: Mapping[int, Place],
+        keep: tuple[torch.Tensor, ...],
+        landed: Callable[[BaseException | None], None],
+    ) -> None:
+        """Offer a row to every neighbour, and fetch one from each; returns at once.
+
+        Args:
+            tag: The same for this collective on every rank.
+            sources: Address of what each may read; as many bytes as its own place has.
+            places: Where each one's row goes.
+            keep: The tensors that these are in.
+            landed: Called from another thread once all have been read, by them and from them, or with what went wrong.
+        """
+        with self._lock:
+            self._is_idle.clear()
+            self._open[tag] = _Open(dict(places), set(sources), landed, keep)
+            wakes = any(tag in peer.ready or peer.is_gone for peer in self._peers.values())
+        for rank, address in sources.items():
+            with contextlib.suppress(OSError):  # it is gone, as the thread finds out
+                self._peers[rank].connection.send(_MESSAGE.pack(_READY, tag, address))
+        if wakes:
+            self._waker.send(b"w")
+
+    # ---------------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._woken, select.POLLIN)
+        ranks = {peer.connection.fileno(): rank for rank, peer in self._peers.items()}
+        for descriptor in ranks:
+            poller.register(descriptor, select.POLLIN)
+        while not self._ends:
+            for descriptor, _ in poller.poll():
+                rank = ranks.get(descriptor)
+                if rank is None:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                    self._catch_up()
+                elif not self._hear(rank):
+                    poller.unregister(descriptor)
+                    self._lose(rank)
+        for peer in self._peers.values():
+            peer.connection.close()
+
+    def _hear(self, rank: int) -> bool:
+        """Take one message of a neighbour; returns whether there was one."""
+        peer = self._peers[rank]
+        try:
+            message = peer.connection.recv(_MESSAGE.size)
+        except OSError:
+            return False
+        if len(message) < _MESSAGE.size:
+            return False
+        what, tag, address = _MESSAGE.unpack(message)
+        with self._lock:
+            current = self._open.get(tag)
+            if what == _READY and current is None:
+                peer.ready[tag] = address  # this rank has not come to it
+                return True
+        if current is not None:
+            if what == _READY:
+                self._fetch(tag, current, rank, address)
+            else:
+                current.readers.discard(rank)
+                self._end_if_over(tag, current)
+        return True
+
+    def _catch_up(self) -> None:
+        """Fetch what neighbours had offered before this rank came to it."""
+        with self._lock:
+            waiting = [
+                (tag, current, rank, peer.ready.pop(tag))
+                for tag, current in self._open.items()
+                for rank, peer in self._peers.items()
+                if tag in peer.ready
+            ]
+            gone = [rank for rank, peer in self._peers.items() if peer.is_gone]
+        for tag, current, rank, address in waiting:
+            self._fetch(tag, current, rank, address)
+        for rank in gone:
+            self._lose(rank)
+
+    def _fetch(self, tag: int, current: _Open, rank: int, address: int) -> None:
+        if self._open.get(tag) is not current:
+            return  # it has failed meanwhile, and its memory may be somebody else's
+        peer = self._peers[rank]
+        place = current.reads[rank]
+        try:
+            read_memory(peer.pid, address, place.address, place.nbytes)
+            peer.connection.send(_MESSAGE.pack(_DONE, tag, 0))
+        except OSError as error:
+            self._end(tag, current, RuntimeError(f"rank {rank} could not be read from: {error.strerror}"))
+            return
+        del current.reads[rank]
+        self._end_if_over(tag, current)
+
+    def _lose(self, rank: int) -> None:
+        """A neighbour has hung up: what waits for it will not end."""
+        self._peers[rank].is_gone = True
+        with self._lock:
+            waiting = [(t, o) for t, o in self._open.items() if rank in o.reads or rank in o.readers]
+        for tag, current in waiting:
+            self._end(tag, current, RuntimeError(f"Connection closed by rank {rank}"))
+
+    def _end_if_over(self, tag: int, current: _Open) -> None:
+        if not current.reads and not current.readers:
+            self._end(tag, current, None)
+
+    def _end(self, tag: int, current: _Open, error: BaseException | None) -> None:
+        with self._lock:
+            if self._open.pop(tag, None) is None:
+                return
+            if not self._open:
+                self._is_idle.set()
+        current.keep = ()  # let go of it before saying that it has landed
+        current.landed(error)
+
+    def _end_and_join(self, thread: threading.Thread) -> None:
+        """Neighbours may still be reading what was offered last."""
+        self._is_idle.wait(_EXIT_S)
+        self.end()
+        thread.join(_EXIT_S)
+
+
+# ------------------------------------------------------------------------------------------------------- meeting
+
+
+def _host() -> str | None:
+    """What processes have in common that may be neighbours; ``None`` where nobody may."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid", "user")]
+    except OSError:
+        return None
+    return json.dumps([slots.this_node(), *spaces])
+
+
+def _meet(store: dist.Store, rank: int, size: int) -> dict[int, _Peer]:
+    """Find the ranks that can be read from and that can read from here, and connect to them."""
+    token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) if hasattr(socket, "AF_UNIX") else None
+    try:
+        host, name = _host(), f"zerotune-{os.getpid()}-{secrets.token_hex(8)}"
+        if listener is not None and host is not None:
+            listener.bind("\0" + name)
+            listener.listen(size)
+            listener.settimeout(_MEET_S)
+        mine = [host, os.getpid(), name, ctypes.addressof(token), token.raw.hex()]
+        store.set(f"neighbours/{rank}", json.dumps(mine))
+        everyone = [json.loads(store.get(f"neighbours/{other}")) for other in range(size)]
+        readable = [
+            other
+            for other, (theirs, pid, _, address, expected) in enumerate(everyone)
+            if other != rank and host is not None and theirs == host and _holds(pid, address, expected)
+        ]
+        chosen = _agreed(store, "reads", rank, size, readable)
+        if not chosen:
+            _agreed(store, "met", rank, size, [])
+            return {}
+        assert listener is not None
+        known = {other: (everyone[other][2], everyone[other][1]) for other in chosen}
+        connections = _connect(listener, rank, known)
+        met = _agreed(store, "met", rank, size, list(connections))
+        for other in connections.keys() - set(met):
+            connections.pop(other).close()
+        return {other: _Peer(everyone[other][1], connections[other]) for other in met}
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def _agreed(store: dist.Store, about: str, rank: int, size: int, mine: list[int]) -> list[int]:
+    """The ranks that this rank names, and that name it. Everybody has read its token by the time that all have answered."""
+    store.set(f"neighbours/{about}/{rank}", json.dumps(mine))
+    named = [json.loads(store.get(f"neighbours/{about}/{other}")) for other in range(size)]
+    return [other for other in mine if rank in named[other]]
+
+
+def _holds(pid: int, address: int, expected: str) -> bool:
+    """Whether another process can be read from, and is the one that is meant."""
+    found = ctypes.create_string_buffer(_TOKEN_BYTES)
+    try:
+        read_memory(pid, address, ctypes.addressof(found), _TOKEN_BYTES)
+    except OSError:
+        return False
+    return found.raw.hex() == expected
+
+
+def _connect(
+    listener: socket.socket, rank: int, chosen: Mapping[int, tuple[str, int]]
+) -> dict[int, socket.socket]:
+    """Call the higher ranks, be called by the lower ones; whoever is not who it should be is left out.
+
+    Args:
+        listener: Where this rank is called.
+        rank: This rank.
+        chosen: Name and process of every rank that is to be met.
+    """
+    connections: dict[int, socket.socket] = {}
+    with contextlib.suppress(OSError):
+        for other, (name, pid) in chosen.items():
+            if other > rank:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                connection.connect("\0" + name)
+                connection.send(_HELLO.pack(rank))
+                if _process_at(connection) == pid:
+                    connections[other] = connection
+        for _ in [other for other in chosen if other < rank]:
+            connection, _ = listener.accept()
+            connection.settimeout(_MEET_S)
+            (other,) = _HELLO.unpack(connection.recv(_HELLO.size))
+            connection.settimeout(None)
+            if other in chosen and _process_at(connection) == chosen[other][1]:
+                connections[other] = connection
+    return connections
+
+
+def _process_at(connection: socket.socket) -> int:
+    """Number of the process at the other end, as the kernel knows it."""
+    pid, _, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return int(pid)
