@@ -274,7 +274,11 @@ class _Promises:
         full = [
             p.name
             for p in engine.shards.params
-            if not p.persistent and p.param.untyped_storage().nbytes() and p.numel
+            if not p.persistent
+            and p.param.untyped_storage().nbytes()
+            and p.numel
+            and p.param.untyped_storage().data_ptr()
+            != p.shard.untyped_storage().data_ptr()  # of a rank alone
         ]
         if full:
             self._wrong.append(f"{full} are full {when}")

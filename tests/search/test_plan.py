@@ -94,7 +94,7 @@ def test_a_batch_that_does_not_divide_over_the_ranks_is_refused() -> None:
 
 def test_knobs_that_do_nothing_do_not_tell_configurations_apart() -> None:
     plan = PLANS["ranges"]
-    keep = plan.configure({"release": "keep", "prefetch_distance": 2.0})
+    keep = plan.configure({"release": "keep", "prefetch_distance": 4.0})
     assert "max_reuse_distance" not in acting_knobs(keep)
     plain = plan.resolve(keep.with_knobs({"stage": 0}), 4)
     other = plan.resolve(keep.with_knobs({"stage": 0, "prefetch_distance": 5}), 4)
@@ -137,4 +137,4 @@ def test_the_baseline_is_the_defaults_with_the_files_micro_batch() -> None:
     plan = plan_of(make_job(micro=2, zero={"release": "keep"}))
     assert plan.baseline.zero.release == "after_use" and plan.baseline.train.micro_batch_size == 2
     assert plan.from_file is not None and plan.from_file.zero.release == "keep"
-    assert plan_of(make_job(zero={"prefetch_distance": 2_000_000})).from_file is None
+    assert plan_of(make_job(zero={"prefetch_distance": 4_000_000})).from_file is None

@@ -15,6 +15,7 @@ from zerotune.config.load import load_job
 from zerotune.config.schema import JobConfig
 from zerotune.records import RunKind, Status
 from zerotune.records.events import ConfirmationProgress, SearchFinished, SearchStarted, TrialFinished
+from zerotune.schedule.resolve import PREFETCH_BLOCKS
 from zerotune.search.best import write_best
 from zerotune.search.configuration import canonical_key
 
@@ -65,7 +66,7 @@ def test_a_space_that_is_used_up_ends_the_search(bench: Bench) -> None:
 
 
 def test_two_choices_that_resolve_to_the_same_knobs_are_one(bench: Bench) -> None:
-    space = "knobs:\n  stage: [0, 3]\n  prefetch_distance: {relative_to: block, values: [0, 1, 2]}\n"
+    space = "knobs:\n  stage: [0, 3]\n  prefetch_distance: {relative_to: block, values: [0, 1, 4]}\n"
     result, workers = bench(plan_of(make_job(trials=20), space), surface)
     # Prefetching means nothing at stage 0.
     assert len(workers.trials) == 4
@@ -76,7 +77,7 @@ def test_the_files_own_setting_is_tried_right_after_the_defaults(bench: Bench) -
     job = make_job(trials=4, zero={"prefetch_distance": 123_456, "overlap_comm": False})
     result, workers = bench(plan_of(job), surface)
     first, second = workers.trials[:2]
-    assert (first.zero.prefetch_distance, first.zero.overlap_comm) == (2 * BLOCK, True)
+    assert (first.zero.prefetch_distance, first.zero.overlap_comm) == (PREFETCH_BLOCKS * BLOCK, True)
     assert (second.zero.prefetch_distance, second.zero.overlap_comm) == (123_456, False)
     assert result.trials[1].is_baseline is False
 
@@ -129,7 +130,7 @@ def test_a_baseline_out_of_memory_leaves_no_speedup(bench: Bench) -> None:
     """S02a: the first trial has no metric; the first feasible one is the reference."""
 
     def no_defaults(job: JobConfig) -> Point:
-        if job.zero.prefetch_distance == 2 * BLOCK and job.zero.release == "after_use":
+        if job.zero.prefetch_distance == PREFETCH_BLOCKS * BLOCK and job.zero.release == "after_use":
             raise fail(Status.OOM_DEVICE)
         return surface(job)
 
@@ -313,11 +314,15 @@ def test_a_candidate_that_fails_when_measured_again_drops_out(bench: Bench) -> N
             return super().run(spec, limits, on_progress)
 
     def breaks_later(job: JobConfig) -> Point:
-        if state["confirming"] and (job.zero.release, job.zero.prefetch_distance) == ("keep", 2 * BLOCK):
+        if state["confirming"] and (job.zero.release, job.zero.prefetch_distance) == (
+            "keep",
+            PREFETCH_BLOCKS * BLOCK,
+        ):
             raise fail(Status.OOM_DEVICE)
         return surface(job)
 
     result = bench.search(plan_of(make_job(), SMALL), Fragile(breaks_later))
-    assert (result.best.config.zero.release, result.best.config.zero.prefetch_distance) == ("keep", 0)
+    best = result.best.config.zero
+    assert (best.release, best.prefetch_distance) == ("after_use", PREFETCH_BLOCKS * BLOCK)
     again = bench.search(plan_of(make_job(), SMALL), later := Fragile(breaks_later))
     assert later.specs == [] and again.best.run_id == result.best.run_id

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -121,3 +123,54 @@ def peaks(rank: int, size: int, stage: int, release: str) -> tuple[int, int]:
 def test_a_step_takes_no_more_than_a_plain_loop(stage: int, release: str) -> None:
     ((plain, ours),) = run_on_ranks(1, peaks, stage, release)
     assert ours <= 1.02 * plain
+
+
+def what_is_left(rank: int, size: int, stage: int) -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    engine = zerotune.ZeroEngine(module, knobs=Knobs(stage=stage))  # type: ignore[arg-type]
+    for _ in range(3):
+        engine.backward(engine(torch.randn(4, 64)).square().mean())
+        engine.step()
+    masters = [weakref.ref(param.master) for param in engine.shards.params]
+    flats = [weakref.ref(unit.flat) for unit in engine.shards.units]
+    engine.close()
+    gc.collect()
+    assert not any(ref() is not None for ref in masters), "a closed engine holds masters"
+    assert not any(ref() is not None for ref in flats), "a closed engine holds shards"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_closed_engine_holds_nothing(ranks: int, stage: int) -> None:
+    run_on_ranks(ranks, what_is_left, stage)
+
+
+class Counter(nn.Module):
+    """Keeps something beside its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.count = 3
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def load_what_is_beside_tensors(rank: int, size: int) -> None:
+    module = nn.Sequential(Counter())
+    engine = zerotune.ZeroEngine(module)
+    state = engine.full_state_dict()
+    module[0].count = 7
+    engine.load_state_dict(state)
+    assert module[0].count == 3
+
+
+def test_extra_state_is_loaded() -> None:
+    run_on_ranks(2, load_what_is_beside_tensors)

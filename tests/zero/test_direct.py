@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_on_ranks
+from tests.ranks import RankPool, run_on_ranks
 from zerotune.engine import LedgerKeeper, RankGroup, slots
+from zerotune.engine.guard import CollectiveFailed
 from zerotune.zero import direct, neighbours
 from zerotune.zero.comm import Communicator
 from zerotune.zero.neighbours import SWITCH
@@ -116,6 +118,54 @@ def test_what_was_sent_may_be_overwritten_once_it_has_landed(near: bool) -> None
     run_on_ranks(2, overwrite_at_once, near)
 
 
+def issue_without_waiting(rank: int, size: int) -> None:
+    """More messages than a connection holds, one rank long after the other."""
+    comm = Communicator(group_of(rank, size, near=True), LedgerKeeper(rank), overlap=True)
+    if rank == 1:
+        time.sleep(1)
+    flying = []
+    for number in range(1500):
+        received = torch.full((2,), -1.0)
+        work = comm.all_gather(received, torch.full((2,), float(number)), "forward", [f"unit{number % 9}"])
+        flying.append((number, received, work))
+    for number, received, work in flying:
+        work.wait()
+        assert received.eq(number).all()
+
+
+def test_many_may_be_in_flight() -> None:
+    run_on_ranks(2, issue_without_waiting)
+
+
+def never_come(rank: int, size: int, near: bool) -> float:
+    os.environ[SWITCH] = str(int(near))
+    try:
+        process_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
+        comm = Communicator(
+            RankGroup(process_group, rank, size, torch.device("cpu")), LedgerKeeper(rank), True
+        )
+    finally:
+        del os.environ[SWITCH]
+    started = time.monotonic()
+    if rank == 0:
+        work = comm.all_gather(torch.empty(2), torch.zeros(2), "forward", ["unit"])
+        with pytest.raises(CollectiveFailed, match=r"(?i)timed out"):
+            work.wait()
+    else:
+        time.sleep(8)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_the_groups_own_time_out_holds(near: bool) -> None:
+    pool = RankPool(2)
+    try:
+        seconds, _ = pool.run(never_come, near)
+    finally:
+        pool.close(force=True)
+    assert 2 < seconds < 7
+
+
 def read_what_is_not_there(rank: int, size: int) -> None:
     buffer = ctypes.create_string_buffer(16)
     with pytest.raises(OSError):
@@ -155,5 +205,5 @@ def test_a_loop_that_ends_with_gathers_in_flight_ends_in_peace() -> None:
         str(loop),
     ]
     for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -14,7 +14,7 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep what it frees, and use it again.
+    """Let the process keep what it frees, and use it again, but for blocks of more than 32 MiB.
 
     By default glibc gives large blocks back to the system at once, and every page of the next one costs a fault: 9 000 to
     17 000 a step, 25 to 35 ms of 750, in the 10.5 M model of ``examples/bench.yaml`` under every engine. Nothing happens

@@ -192,11 +192,11 @@ class CollectiveGuard:
         self._compare(number, known[0])
         return number
 
-    def tag(self, number: int) -> int:
-        """31 bits that stand for a collective: its number, what it is, of which units, for what, how large."""
+    def key(self, number: int) -> int:
+        """63 bits that stand for a collective: its number, what it is, of which units, for what, how large."""
         digest = self._own.digest(number)
         assert digest is not None, "it has been announced"
-        return (digest ^ number * 0x9E3779B1) % (1 << 31)
+        return (digest ^ number * 0x9E3779B97F4A7C15) % (1 << 63)
 
     def wait(self, work: Waitable, number: int) -> None:
         """Wait for a collective, and watch the other ranks meanwhile.

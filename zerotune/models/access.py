@@ -9,6 +9,7 @@ of the recorded order.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerotune.config.errors import UsageError
 from zerotune.models.marks import ENGINE, mark
 from zerotune.models.uses import tensors_in
 
@@ -72,9 +74,12 @@ class PartitionedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def __repr__(self, **options: Any) -> Any:  # type: ignore[override]
-        if self.numel() and not self.untyped_storage().nbytes():
-            return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, partitioned)"
-        return super().__repr__(**options)
+        if not self.numel() or self.untyped_storage().nbytes():
+            with contextlib.suppress(
+                UsageError
+            ):  # a rank that is alone has the memory, and may not look either
+                return super().__repr__(**options)
+        return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, partitioned)"
 
 
 not_reading = torch._C.DisableTorchFunctionSubclass

@@ -14,6 +14,9 @@ from zerotune.schedule.buckets import Bucket, fill_buckets
 from zerotune.schedule.layout import Layout, ParamRef
 from zerotune.schedule.trace import Event, Phase
 
+_REMEMBERED = 8
+"""Sets of parameters whose reductions are remembered: at stage 1 it is the same one in every step."""
+
 
 class OnDemand:
     """Actions from what is there now, without a recorded order.
@@ -26,6 +29,7 @@ class OnDemand:
     def __init__(self, knobs: Knobs, layout: Layout) -> None:
         self._knobs = knobs
         self._layout = layout
+        self._reductions: dict[tuple[ParamRef, ...], tuple[tuple[Bucket, ...], list[Action]]] = {}
 
     def before(self, event: Event, complete: Collection[int], in_flight: Collection[int]) -> list[Action]:
         """What an entry needs: gather the absent units, one collective each, and wait for all of them."""
@@ -51,8 +55,14 @@ class OnDemand:
 
     def reductions(self, params: Collection[ParamRef]) -> tuple[tuple[Bucket, ...], list[Action]]:
         """Reduce the gradients of ``params`` at the end of backward, in buckets of the same size as a schedule's."""
+        key = tuple(params)
+        if key in self._reductions:
+            return self._reductions[key]
         buckets, placements = fill_buckets([list(params)], self._layout, int(self._knobs.reduce_bucket_size))
         actions: list[Action] = []
         for bucket, refs, _ in placements[0]:
             actions += [Drain(keep=1), Collect(bucket, refs), Reduce(bucket)]
+        if len(self._reductions) >= _REMEMBERED:
+            self._reductions.clear()
+        self._reductions[key] = buckets, actions
         return buckets, actions

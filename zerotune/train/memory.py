@@ -40,7 +40,8 @@ def allocation_peak(function: Callable[[], object]) -> int:
 
 
 def steady_peak(step: Callable[[], object]) -> int:
-    """The lesser :func:`allocation_peak` of two steps: garbage in cycles, or a free that the profiler missed, swells one."""
+    """The lesser :func:`allocation_peak` of two steps, which must leave nothing in pools: garbage in cycles, or a free that the
+    profiler missed, swells one."""
     return min(allocation_peak(step) for _ in range(2))
 
 

@@ -39,6 +39,7 @@ class CheckpointMixin:
     _count_full_gradients: Callable[[], None]
     _full_master: Callable[[ShardedParam], torch.Tensor]
     _is_replicated: bool
+    _optimizer_entries: int
     _account_optimizer: Callable[[], None]
 
     @property
@@ -147,6 +148,7 @@ class CheckpointMixin:
                 self.optimizer.state[param.master] = {
                     k: v for k, v in state.items() if k in found.get(name, {})
                 }
+        self._optimizer_entries = -1  # as many entries may be others
         self._account_optimizer()
 
     def optimizer_groups(self) -> list[dict[str, Any]]:

@@ -114,6 +114,9 @@ class Communicator:
         self._is_direct = self._guard is not None and group.backend == "gloo" and group.device.type == "cpu"
         if self._is_direct:
             direct.meet_neighbours(*self._ranks_of_group)  # while all are here
+            if self._guard is not None and self._guard.limit_s is None:
+                # What neighbours bring is no collective of gloo's, which would end after this time.
+                self._guard.limit_s = direct.timeout_of(*self._ranks_of_group[:1])
         self._tags_differ: torch.Tensor | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         if group.device.type == "cuda" and overlap:
@@ -146,7 +149,7 @@ class Communicator:
             own: What this rank sends  # [W]
 
         Returns:
-            None or one of: the row, of which rank, and the one after  # [1, W], first, end
+            The row, of which rank, and the one after  # [(1, W), first, end]; empty where they bring it
         """
         rank, size = self._group.rank, self._group.size
         if size == 1 or self.rows_received == size:
@@ -233,7 +236,7 @@ class Communicator:
 
         def issue() -> Waitable | None:
             if self._is_direct:
-                return direct.all_gather(*self._ranks_of_group, output, shard, self._tag(number))
+                return direct.all_gather(*self._ranks_of_group, output, shard, self._key(number))
             return dist.all_gather_single(
                 output, shard, group=self._group.process_group, async_op=self._is_async
             )
@@ -261,7 +264,7 @@ class Communicator:
 
         def issue() -> Waitable | None:
             if self._is_direct:
-                return direct.exchange(*self._ranks_of_group, output, rows, self._tag(number))
+                return direct.exchange(*self._ranks_of_group, output, rows, self._key(number))
             return dist.all_to_all_single(
                 output, rows, group=self._group.process_group, async_op=self._is_async
             )
@@ -313,10 +316,10 @@ class Communicator:
         assert self._group.process_group is not None
         return self._group.process_group, self._group.rank, self._group.size
 
-    def _tag(self, number: int) -> int:
+    def _key(self, number: int) -> int:
         """What sends and receives of a collective are matched by."""
         assert self._guard is not None
-        return self._guard.tag(number)
+        return self._guard.key(number)
 
     @property
     def _is_async(self) -> bool:

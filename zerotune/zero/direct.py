@@ -109,6 +109,12 @@ _WAITERS: WeakKeyDictionary[dist.ProcessGroup, _Waiter] = WeakKeyDictionary()
 _NEIGHBOURS: WeakKeyDictionary[dist.ProcessGroup, Neighbours] = WeakKeyDictionary()
 
 
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """How long a collective of a group may take, s."""
+    limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return limit.total_seconds()
+
+
 def meet_neighbours(group: dist.ProcessGroup, rank: int, size: int) -> Neighbours:
     """This rank's neighbours in a group; the first call is collective."""
     found = _NEIGHBOURS.get(group)
@@ -119,7 +125,7 @@ def meet_neighbours(group: dist.ProcessGroup, rank: int, size: int) -> Neighbour
 
 
 def all_gather(
-    group: dist.ProcessGroup, rank: int, size: int, output: torch.Tensor, shard: torch.Tensor, tag: int
+    group: dist.ProcessGroup, rank: int, size: int, output: torch.Tensor, shard: torch.Tensor, key: int
 ) -> Landing:
     """Receive every other rank's shard.
 
@@ -129,7 +135,7 @@ def all_gather(
         size: Their number, N.
         output: Receives their shards in rank order  # [(N - 1) * W]
         shard: This rank's  # [W]
-        tag: The same for this collective on every rank, below 2**31.
+        key: 63 bits, the same for this collective on every rank, and of no other that is open.
     """
     rows = output.view(size - 1, output.numel() // (size - 1))
     others = _others(rank, size)
@@ -138,13 +144,13 @@ def all_gather(
         dict.fromkeys(others, shard),
         {r: rows[r - (r > rank)] for r in others},
         meet_neighbours(group, rank, size),
-        tag,
+        key,
         (output, shard),
     )
 
 
 def exchange(
-    group: dist.ProcessGroup, rank: int, size: int, output: torch.Tensor, rows: torch.Tensor, tag: int
+    group: dist.ProcessGroup, rank: int, size: int, output: torch.Tensor, rows: torch.Tensor, key: int
 ) -> Landing:
     """Send row r to every other rank r, receive row ``rank`` of theirs.
 
@@ -154,7 +160,7 @@ def exchange(
         size: Their number, N.
         output: Receives their rows in rank order  # [(N - 1) * W]
         rows: What is sent; the own row stays where it is  # [N * W]
-        tag: The same for this collective on every rank, below 2**31.
+        key: 63 bits, the same for this collective on every rank, and of no other that is open.
     """
     received = output.view(size - 1, output.numel() // (size - 1))
     sent = rows.view(size, rows.numel() // size)
@@ -164,7 +170,7 @@ def exchange(
         {r: sent[r] for r in others},
         {r: received[r - (r > rank)] for r in others},
         meet_neighbours(group, rank, size),
-        tag,
+        key,
         (output, rows),
     )
 
@@ -174,7 +180,7 @@ def _start(
     sources: dict[int, torch.Tensor],
     places: dict[int, torch.Tensor],
     neighbours: Neighbours,
-    tag: int,
+    key: int,
     keep: tuple[torch.Tensor, ...],
 ) -> Landing:
     """Bring every rank its row, and one from each.
@@ -184,19 +190,20 @@ def _start(
         sources: What is for whom  # [W] each
         places: Where each one's goes  # [W] each
         neighbours: Those among them that read from each other.
-        tag: As above.
+        key: As above.
         keep: What all this is in.
     """
     near = [r for r in sources if r in neighbours.ranks]
     far = [r for r in sources if r not in neighbours.ranks]
     landing = Landing(bool(near) + bool(far))
     if far:
+        tag = key % (1 << 31)  # gloo takes no more; of two that are equal it serves the first first
         landing.works = [group.recv([places[r]], r, tag) for r in far]
         landing.works += [group.send([sources[r]], r, tag) for r in far]
         _waiter(group).watch(landing)
     if near:
         neighbours.exchange(
-            tag,
+            key,
             {r: sources[r].data_ptr() for r in near},
             {r: Place(places[r].data_ptr(), places[r].nbytes) for r in near},
             keep,

@@ -407,6 +407,10 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         self.optimizer.state.clear()
         self.optimizer.param_groups.clear()
         self.shards.release_everything()
+        self._gatherer.forget()
+        self._reducer.forget()
+        self._executor.forget()
+        self._managed.forget()
 
     # ------------------------------------------------------------------------------------------------ inside
 

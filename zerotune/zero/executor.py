@@ -294,6 +294,11 @@ class Executor:
         self._reducer.clear()
         self.drop_opening()
 
+    def forget(self) -> None:
+        """Let go of what is remembered of a model that is no more."""
+        self._steps.clear()
+        self._events.clear()
+
     # ------------------------------------------------------------------------------------------------ inside
 
     def _begin(self, key: PassKey) -> None:

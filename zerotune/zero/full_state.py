@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ class FullStateMixin:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Full parameters and buffers on the CPU, as the plain module's ``state_dict()``; a collective call.
 
-        Every rank gets all of it; parameters are fp32 whatever the precision. At most one unit is gathered at a time.
+        Every rank gets all of it; parameters are fp32 whatever the precision. At most one parameter is gathered at a time.
         """
         meet(self.group, "full_state_dict")
         full: dict[torch.Tensor, torch.Tensor] = {}
@@ -52,10 +53,10 @@ class FullStateMixin:
         """Inside it every parameter is full on every rank, to be read (not written); a collective call, between steps."""
         self.flush()
         units = [u for u in range(len(self.layout.units)) if u not in self.layout.persistent_units]
-        for unit in units:
-            self._gatherer.gather((unit,), "read")
-            self._gatherer.wait((unit,))
         try:
+            for unit in units:
+                self._gatherer.gather((unit,), "read")
+                self._gatherer.wait((unit,))
             yield
         finally:
             self._gatherer.release(units)
@@ -75,14 +76,17 @@ class FullStateMixin:
             UsageError: A name is missing or unknown, or a shape differs.
         """
         self.flush()
-        own = self.module.state_dict(keep_vars=True)
+        own: dict[str, Any] = self.module.state_dict(keep_vars=True)
         missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))
         if missing or unknown:
             raise UsageError(
                 f"the state does not fit the model: missing {missing[:3]}, unknown {unknown[:3]}"
             )
-        by_identity = {p.param: p for p in self.shards.params}
+        by_identity: dict[Any, ShardedParam] = {p.param: p for p in self.shards.params}
         for name, value in own.items():
+            if not isinstance(value, torch.Tensor):  # what a module keeps beside its tensors
+                self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
+                continue
             if tuple(value.shape) != tuple(state[name].shape):
                 raise UsageError(
                     f"{name} has shape {tuple(state[name].shape)}, the model's is {tuple(value.shape)}"

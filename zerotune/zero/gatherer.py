@@ -148,6 +148,11 @@ class Gatherer:
         self.complete.add(unit)
         self.release((unit,))
 
+    def forget(self) -> None:
+        """Let go of what is remembered of units that are no more."""
+        self._gathered_together.clear()
+        self._refreshes = None
+
     def release_all(self) -> None:
         """Free everything that is live; gathers that nobody waited for are waited for and dropped."""
         for flight in list(dict.fromkeys(self.in_flight.values())):

@@ -22,7 +22,7 @@ class ManagedParameters:
     def __init__(self, module: nn.Module, params: Sequence[ShardedParam]) -> None:
         self._module = module
         self._params = params
-        self._managed = [p.param for p in params]
+        self._managed: Sequence[nn.Parameter] = [p.param for p in params]
         self._storages = [p.rows.untyped_storage()._cdata for p in params]
         self._versions = [param._version for param in self._managed]
         self._identities = self._identities_now()
@@ -60,7 +60,10 @@ class ManagedParameters:
                 )
 
     def _check_values(self) -> None:
+        present = set(self._identities)  # what has left the model is nobody's business
         for index, (param, storage) in enumerate(zip(self._managed, self._storages, strict=True)):
+            if id(param) not in present:
+                continue
             if param.untyped_storage()._cdata != storage:
                 raise UsageError(
                     f"{self._name(param)} was moved, cast or assigned after the engine was built",
@@ -72,6 +75,11 @@ class ManagedParameters:
                     f"{self._name(param)} was changed in place, which is lost when the optimizer updates its slices",
                     "change values with engine.load_state_dict, and derive constrained weights in forward",
                 )
+
+    def forget(self) -> None:
+        """Let go of the parameters."""
+        self._params = self._managed = ()
+        self._storages.clear()
 
     def has_changed(self) -> bool:
         """Whether parameters were frozen or thawed since the last :meth:`accept`."""

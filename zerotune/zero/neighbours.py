@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import secrets
@@ -22,6 +23,8 @@ import select
 import socket
 import struct
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,13 +37,14 @@ from zerotune.engine import slots
 SWITCH = "ZEROTUNE_NEIGHBOURS"
 """Environment variable; 0 leaves everything to gloo."""
 
-_MESSAGE = struct.Struct("<BqQ")  # what, tag, address
+_MESSAGE = struct.Struct("<BqQ")  # what, key, address
 _READY, _DONE = 0, 1
 _HELLO = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")
 _MEET_S = 30.0
 _EXIT_S = 3.0
 _TOKEN_BYTES = 16
+_NO_ROOM = (errno.EAGAIN, errno.ENOBUFS)
 
 
 class _Extent(ctypes.Structure):
@@ -112,7 +116,9 @@ class _Peer:
     pid: int
     connection: socket.socket
     ready: dict[int, int] = field(default_factory=dict)
-    """Addresses by tag, of collectives that it came to first."""
+    """Addresses by key, of collectives that it came to first."""
+    unsent: deque[bytes] = field(default_factory=deque)
+    """Messages that the connection had no room for."""
     is_gone: bool = False
 
 
@@ -128,6 +134,7 @@ class Neighbours:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._peers = _meet(store, rank, size)
         self._open: dict[int, _Open] = {}
+        self._lost: list[tuple[torch.Tensor, ...]] = []
         self._lock = threading.Lock()
         self._is_idle = threading.Event()
         self._is_idle.set()
@@ -135,16 +142,18 @@ class Neighbours:
         if self._peers:
             self._woken, self._waker = socket.socketpair()
             self._woken.setblocking(False)
+            self._waker.setblocking(False)
+            for peer in self._peers.values():
+                peer.connection.setblocking(False)
             thread = threading.Thread(target=self._run, name="neighbours", daemon=True)
             thread.start()
             atexit.register(self._end_and_join, thread)
 
     def end(self) -> None:
-        """End the thread, and hang up."""
+        """Hang up, once what is open has ended, or soon in any case; waits for nothing."""
+        atexit.unregister(self._end_and_join)
         self._ends = True
-        if self._peers:
-            with contextlib.suppress(OSError):
-                self._waker.send(b"e")
+        self._wake()
 
     @property
     def ranks(self) -> Collection[int]:
@@ -153,41 +162,74 @@ class Neighbours:
 
     def exchange(
         self,
-        tag: int,
+        key: int,
         sources: Mapping[int, int],
         places: Mapping[int, Place],
         keep: tuple[torch.Tensor, ...],
         landed: Callable[[BaseException | None], None],
     ) -> None:
-        """Offer a row to every neighbour, and fetch one from each; returns at once.
+        """Offer a row to every neighbour, and fetch one from each; waits for nothing.
 
         Args:
-            tag: The same for this collective on every rank.
+            key: 63 bits, the same for this collective on every rank, and of no other that is open.
             sources: Address of what each may read; as many bytes as its own place has.
             places: Where each one's row goes.
             keep: The tensors that these are in.
             landed: Called from another thread once all have been read, by them and from them, or with what went wrong.
         """
         with self._lock:
+            assert key not in self._open
             self._is_idle.clear()
-            self._open[tag] = _Open(dict(places), set(sources), landed, keep)
-            wakes = any(tag in peer.ready or peer.is_gone for peer in self._peers.values())
-        for rank, address in sources.items():
-            with contextlib.suppress(OSError):  # it is gone, as the thread finds out
-                self._peers[rank].connection.send(_MESSAGE.pack(_READY, tag, address))
+            self._open[key] = _Open(dict(places), set(sources), landed, keep)
+            for rank, address in sources.items():
+                self._send(self._peers[rank], _MESSAGE.pack(_READY, key, address))
+            wakes = any(key in peer.ready or peer.is_gone or peer.unsent for peer in self._peers.values())
         if wakes:
-            self._waker.send(b"w")
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._peers:
+            with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
+                self._waker.send(b"w")
+
+    def _send(self, peer: _Peer, message: bytes) -> None:
+        """Send, or leave it to the thread where there is no room; with the lock held."""
+        if not peer.unsent:
+            try:
+                peer.connection.send(message)
+                return
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    return  # it is gone, as the thread finds out
+        peer.unsent.append(message)
 
     # ---------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # whatever it is, those who wait must hear of it
+            self._fail_all(RuntimeError(f"the thread that reads from neighbours failed: {error!r}"))
+        finally:
+            for peer in self._peers.values():
+                peer.is_gone = True
+            self._fail_all(RuntimeError("the group has ended"))
+            for connection in [*(p.connection for p in self._peers.values()), self._woken, self._waker]:
+                connection.close()
+
+    def _serve(self) -> None:
         poller = select.poll()
         poller.register(self._woken, select.POLLIN)
         ranks = {peer.connection.fileno(): rank for rank, peer in self._peers.items()}
         for descriptor in ranks:
             poller.register(descriptor, select.POLLIN)
-        while not self._ends:
-            for descriptor, _ in poller.poll():
+        ends_at: float | None = None
+        while True:
+            if self._ends:
+                ends_at = ends_at or time.monotonic() + _EXIT_S
+                if self._is_idle.is_set() or time.monotonic() > ends_at:
+                    return
+            for descriptor, _ in poller.poll(None if ends_at is None else 100):
                 rank = ranks.get(descriptor)
                 if rank is None:
                     with contextlib.suppress(BlockingIOError):
@@ -195,88 +237,114 @@ class Neighbours:
                     self._catch_up()
                 elif not self._hear(rank):
                     poller.unregister(descriptor)
+                    del ranks[descriptor]
                     self._lose(rank)
-        for peer in self._peers.values():
-            peer.connection.close()
+            for descriptor, rank in ranks.items():
+                has_more = self._send_what_is_unsent(self._peers[rank])
+                poller.modify(descriptor, select.POLLIN | (select.POLLOUT if has_more else 0))
+
+    def _send_what_is_unsent(self, peer: _Peer) -> bool:
+        """Returns whether there is more than the connection takes now."""
+        if not peer.unsent:
+            return False
+        with self._lock:
+            waiting = list(peer.unsent)
+            peer.unsent.clear()
+            for message in waiting:
+                self._send(peer, message)
+            return bool(peer.unsent)
 
     def _hear(self, rank: int) -> bool:
-        """Take one message of a neighbour; returns whether there was one."""
+        """Take one message of a neighbour, if there is one; returns whether it is still there."""
         peer = self._peers[rank]
         try:
             message = peer.connection.recv(_MESSAGE.size)
+        except BlockingIOError:
+            return True
+        except ConnectionResetError:
+            return True  # said once, before the last words of one who left ours unread
         except OSError:
             return False
         if len(message) < _MESSAGE.size:
             return False
-        what, tag, address = _MESSAGE.unpack(message)
+        what, key, address = _MESSAGE.unpack(message)
         with self._lock:
-            current = self._open.get(tag)
+            current = self._open.get(key)
             if what == _READY and current is None:
-                peer.ready[tag] = address  # this rank has not come to it
+                peer.ready[key] = address  # this rank has not come to it
                 return True
         if current is not None:
             if what == _READY:
-                self._fetch(tag, current, rank, address)
+                self._fetch(key, current, rank, address)
             else:
                 current.readers.discard(rank)
-                self._end_if_over(tag, current)
+                self._end_if_over(key, current)
         return True
 
     def _catch_up(self) -> None:
         """Fetch what neighbours had offered before this rank came to it."""
         with self._lock:
             waiting = [
-                (tag, current, rank, peer.ready.pop(tag))
-                for tag, current in self._open.items()
+                (key, current, rank, peer.ready.pop(key))
+                for key, current in self._open.items()
                 for rank, peer in self._peers.items()
-                if tag in peer.ready
+                if key in peer.ready
             ]
             gone = [rank for rank, peer in self._peers.items() if peer.is_gone]
-        for tag, current, rank, address in waiting:
-            self._fetch(tag, current, rank, address)
+        for key, current, rank, address in waiting:
+            self._fetch(key, current, rank, address)
         for rank in gone:
             self._lose(rank)
 
-    def _fetch(self, tag: int, current: _Open, rank: int, address: int) -> None:
-        if self._open.get(tag) is not current:
-            return  # it has failed meanwhile, and its memory may be somebody else's
+    def _fetch(self, key: int, current: _Open, rank: int, address: int) -> None:
+        if self._open.get(key) is not current:
+            return  # it has failed meanwhile
         peer = self._peers[rank]
         place = current.reads[rank]
         try:
             read_memory(peer.pid, address, place.address, place.nbytes)
-            peer.connection.send(_MESSAGE.pack(_DONE, tag, 0))
         except OSError as error:
-            self._end(tag, current, RuntimeError(f"rank {rank} could not be read from: {error.strerror}"))
+            self._end(key, current, RuntimeError(f"rank {rank} could not be read from: {error.strerror}"))
             return
+        with self._lock:
+            self._send(peer, _MESSAGE.pack(_DONE, key, 0))
         del current.reads[rank]
-        self._end_if_over(tag, current)
+        self._end_if_over(key, current)
 
     def _lose(self, rank: int) -> None:
         """A neighbour has hung up: what waits for it will not end."""
         self._peers[rank].is_gone = True
         with self._lock:
-            waiting = [(t, o) for t, o in self._open.items() if rank in o.reads or rank in o.readers]
-        for tag, current in waiting:
-            self._end(tag, current, RuntimeError(f"Connection closed by rank {rank}"))
+            waiting = [(k, o) for k, o in self._open.items() if rank in o.reads or rank in o.readers]
+        for key, current in waiting:
+            self._end(key, current, RuntimeError(f"Connection closed by rank {rank}"))
 
-    def _end_if_over(self, tag: int, current: _Open) -> None:
-        if not current.reads and not current.readers:
-            self._end(tag, current, None)
-
-    def _end(self, tag: int, current: _Open, error: BaseException | None) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         with self._lock:
-            if self._open.pop(tag, None) is None:
+            waiting = list(self._open.items())
+        for key, current in waiting:
+            self._end(key, current, error)
+
+    def _end_if_over(self, key: int, current: _Open) -> None:
+        if not current.reads and not current.readers:
+            self._end(key, current, None)
+
+    def _end(self, key: int, current: _Open, error: BaseException | None) -> None:
+        with self._lock:
+            if self._open.pop(key, None) is None:
                 return
+            if error is not None:
+                self._lost.append(current.keep)  # for good: somebody may still read it
             if not self._open:
                 self._is_idle.set()
         current.keep = ()  # let go of it before saying that it has landed
         current.landed(error)
 
     def _end_and_join(self, thread: threading.Thread) -> None:
-        """Neighbours may still be reading what was offered last."""
-        self._is_idle.wait(_EXIT_S)
-        self.end()
-        thread.join(_EXIT_S)
+        """At exit; neighbours may still be reading what was offered last."""
+        self._ends = True
+        self._wake()
+        thread.join(2 * _EXIT_S)
 
 
 # ------------------------------------------------------------------------------------------------------- meeting
@@ -359,17 +427,22 @@ def _connect(
         for other, (name, pid) in chosen.items():
             if other > rank:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                connection.settimeout(_MEET_S)
                 connection.connect("\0" + name)
                 connection.send(_HELLO.pack(rank))
                 if _process_at(connection) == pid:
                     connections[other] = connection
-        for _ in [other for other in chosen if other < rank]:
+                else:
+                    connection.close()
+        while any(other < rank and other not in connections for other in chosen):
             connection, _ = listener.accept()
             connection.settimeout(_MEET_S)
-            (other,) = _HELLO.unpack(connection.recv(_HELLO.size))
-            connection.settimeout(None)
-            if other in chosen and _process_at(connection) == chosen[other][1]:
-                connections[other] = connection
+            hello = connection.recv(_HELLO.size)
+            caller: int = _HELLO.unpack(hello)[0] if len(hello) == _HELLO.size else -1
+            if caller in chosen and _process_at(connection) == chosen[caller][1]:
+                connections[caller] = connection
+            else:
+                connection.close()  # a stranger
     return connections
 
 

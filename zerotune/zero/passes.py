@@ -100,7 +100,7 @@ class Pass:
     Attributes:
         key: Its kind.
         schedule: What it follows; ``None`` once it has left every recorded order.
-        left: What had happened when it left its schedule, and since; of a pass without one, all.
+        left: Events so far of a pass that follows no schedule; empty while it follows one.
         open_uses: Uses of each unit that are open.
         next_event: Index of the next event of ``schedule``.
         is_regular: Whether its order may be recorded: no use was discovered in its middle.

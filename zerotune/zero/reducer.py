@@ -241,6 +241,10 @@ class Reducer:
         self._collected.clear()
         self.drain()
 
+    def forget(self) -> None:
+        """Let go of what is remembered of parameters that are no more."""
+        self._members.clear()
+
     # ----------------------------------------------------------------------------------------------- inside
 
     def _start(self, bucket: Bucket) -> _Filling:
@@ -251,7 +255,9 @@ class Reducer:
             members = self._members[id(bucket)] = _Members(bucket, self._shards)
         if self._ranks == 1:
             return _Filling(members, self._no_room.expand(members.width))
-        return _Filling(members, self._take(self._ranks * members.width, self._dtype).view(self._ranks, -1))
+        return _Filling(
+            members, self._take(self._ranks * members.width, self._dtype).view(self._ranks, members.width)
+        )
 
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()

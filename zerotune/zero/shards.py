@@ -309,8 +309,8 @@ class ShardStore:
         return flat
 
     def can_adopt(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether no two gradients share memory, of these and those that were adopted: autograd may give two parameters
-        views of one tensor."""
+        """Whether each gradient is all of its memory, and no two share it, of these and those that were adopted: autograd may
+        give two parameters views of one tensor."""
         storages = [grad.untyped_storage() for grad in grads]
         owners = {storage._cdata for storage in storages}
         return (
