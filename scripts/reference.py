@@ -175,7 +175,8 @@ def errors(figures: Document) -> tuple[float, float, float]:
     return time * 1e3, (time - low) * 1e3, (high - time) * 1e3
 
 
-def publish(folder: Path, name: str, text: str, picture: str) -> None:
-    """Write a table with its picture below it, and print it."""
-    (folder / f"{name}.md").write_text(f"{text}\n![{picture}]({name}.svg)\n")
+def publish(folder: Path, name: str, text: str, picture: str | None) -> None:
+    """Write a table with its picture below it, if it has one, and print it."""
+    below = f"\n![{picture}]({name}.svg)\n" if picture else ""
+    (folder / f"{name}.md").write_text(text + below)
     print(text)
