@@ -2,7 +2,8 @@
 
 Run it on a quiet machine with two cores and the right to make network namespaces; it takes about a quarter of an hour::
 
-    python scripts/reference_bench.py [--rounds 8] [--links 2gbit] [--set model.gpt.d_model=512 --name gpt-34m]
+    python scripts/reference_bench.py [--rounds 8] [--links 2gbit] [--engines zerotune,fsdp2,ddp]
+        [--set model.gpt.d_model=512 --name gpt-34m]
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ ENGINES = (
 EXAMPLE = Path(__file__).parents[1] / "examples" / "bench.yaml"
 
 
-def variants(sets: list[str]) -> dict[str, str]:
-    """``two`` blocks ahead instead of four; ``keep``; ``keep-far``: kept, and eight ahead."""
+def variants(sets: list[str], engines: tuple[str, ...]) -> dict[str, str]:
+    """Those that are wanted of: ``two`` blocks ahead instead of four; ``keep``; ``keep-far``: kept, and eight ahead."""
     with torch.device("meta"):
         block = largest_block(build_model(load_job(EXAMPLE, sets).job.model, 0))
-    return {
+    known = {
         "two": f"zero.prefetch_distance={2 * block}",
         "keep": "zero.release=keep",
         "keep-far": f"zero.release=keep,zero.prefetch_distance={8 * block}",
     }
+    return {name: knobs for name, knobs in known.items() if f"zerotune:{name}" in engines}
 
 
 def table(name: str, documents: dict[str, Document]) -> str:
@@ -105,10 +107,12 @@ def picture(documents: dict[str, Document], path: Path) -> None:
 def main() -> None:
     options = parser(__doc__, rounds=8, links=list(LINKS))
     options.add_argument("--name", default="gpt-10m")
+    options.add_argument("--engines", default=",".join(ENGINES), help="some of them")
     options.add_argument("--set", action="append", default=[], dest="sets")
     given = options.parse_args()
     folder, name = given.folder, given.name
-    benchmark = Benchmark(ENGINES, variants(given.sets), tuple(given.sets))
+    engines = tuple(given.engines.split(","))
+    benchmark = Benchmark(engines, variants(given.sets, engines), tuple(given.sets))
     documents = measure({name: benchmark}, folder / f"{name}.json", given.links, given.rounds, given.reuse)[
         name
     ]
