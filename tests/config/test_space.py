@@ -128,7 +128,7 @@ def test_points() -> None:
     assert space_of("  prefetch_distance: {low: 0, high: 5}").points() is None
     text = "  release: [keep, reuse, after_use]\n  max_reuse_distance: {values: [1, 2], when: {release: reuse}}\n  overlap_comm: [true, false]"
     assert space_of(text).points() == 2 * (2 + 2)
-    assert load_space("default").points() == math.prod([2, 3, 4, 3, 4, 2]) * (2 + 3)
+    assert load_space("default").points() == math.prod([2, 3, 5, 3, 4, 2]) * (2 + 3)
 
 
 class TestErrors:
