@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -135,6 +136,23 @@ def issue_without_waiting(rank: int, size: int) -> None:
 
 def test_many_may_be_in_flight() -> None:
     run_on_ranks(2, issue_without_waiting)
+
+
+def offer_after_the_end(rank: int, size: int) -> None:
+    process_group = group_of(rank, size, near=True).process_group
+    assert process_group is not None
+    found = direct.meet_neighbours(process_group, rank, size)
+    dist.barrier()
+    found.end()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "neighbours"]:
+        thread.join(2)  # the session's own go on
+    landed: list[BaseException | None] = []
+    found.exchange(1, {}, {1 - rank: neighbours.Place(0, 8)}, (), landed.append)
+    assert len(landed) == 1 and isinstance(landed[0], RuntimeError), "it would be waited for in vain"
+
+
+def test_what_is_offered_after_the_end_fails_at_once() -> None:
+    run_on_ranks(2, offer_after_the_end)
 
 
 def never_come(rank: int, size: int, near: bool) -> float:

@@ -75,9 +75,8 @@ class PartitionedParameter(nn.Parameter):
 
     def __repr__(self, **options: Any) -> Any:  # type: ignore[override]
         if not self.numel() or self.untyped_storage().nbytes():
-            with contextlib.suppress(
-                UsageError
-            ):  # a rank that is alone has the memory, and may not look either
+            # A rank that is alone always has the memory, and may not look between steps either.
+            with contextlib.suppress(UsageError):
                 return super().__repr__(**options)
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, partitioned)"
 

@@ -139,6 +139,7 @@ class Neighbours:
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._ends = False
+        self._has_ended = False
         if self._peers:
             self._woken, self._waker = socket.socketpair()
             self._woken.setblocking(False)
@@ -184,7 +185,10 @@ class Neighbours:
             for rank, address in sources.items():
                 self._send(self._peers[rank], _MESSAGE.pack(_READY, key, address))
             wakes = any(key in peer.ready or peer.is_gone or peer.unsent for peer in self._peers.values())
-        if wakes:
+            has_ended = self._has_ended
+        if has_ended:
+            self._fail_all(RuntimeError("the thread that reads from neighbours has ended"))
+        elif wakes:
             self._wake()
 
     def _wake(self) -> None:
@@ -211,8 +215,8 @@ class Neighbours:
         except BaseException as error:  # whatever it is, those who wait must hear of it
             self._fail_all(RuntimeError(f"the thread that reads from neighbours failed: {error!r}"))
         finally:
-            for peer in self._peers.values():
-                peer.is_gone = True
+            with self._lock:
+                self._has_ended = True  # who comes later finds nobody to wait for
             self._fail_all(RuntimeError("the group has ended"))
             for connection in [*(p.connection for p in self._peers.values()), self._woken, self._waker]:
                 connection.close()
