@@ -1,4 +1,4 @@
-"""Direct sends and receives: what arrives, from whom, and that ranks which come late are waited for."""
+"""Rows between ranks, whoever carries them: what arrives, from whom, and that ranks which come late are waited for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,30 +21,32 @@ import torch.distributed as dist
 from tests.ranks import RankPool, run_on_ranks
 from zerotune.engine import LedgerKeeper, RankGroup, slots
 from zerotune.engine.guard import CollectiveFailed
-from zerotune.zero import direct, neighbours
+from zerotune.zero import direct, neighbours, wires
 from zerotune.zero.comm import Communicator
-from zerotune.zero.neighbours import SWITCH
 
 
 def value(sender: int, receiver: int, number: int) -> float:
     return 100.0 * number + 10.0 * sender + receiver
 
 
-def group_of(rank: int, size: int, near: bool) -> RankGroup:
-    """A new group whose ranks are neighbours, or leave everything to gloo."""
-    os.environ[SWITCH] = "1" if near else "0"
-    try:
-        process_group = dist.new_group(backend="gloo")
-        neighbours = direct.meet_neighbours(process_group, rank, size)
-    finally:
-        del os.environ[SWITCH]
-    assert set(neighbours.ranks) == (set(range(size)) - {rank} if near else set())
+def group_of(rank: int, size: int, carrier: str, **options: Any) -> RankGroup:
+    """A new group whose ranks reach one another as neighbours, over wires, or by gloo."""
+    switches = {neighbours.SWITCH: carrier == "neighbours", wires.SWITCH: carrier != "gloo"}
+    with mock.patch.dict(os.environ, {switch: str(int(is_on)) for switch, is_on in switches.items()}):
+        process_group = dist.new_group(backend="gloo", **options)
+        found = direct.direct_between(process_group, rank, size)
+    others = set(range(size)) - {rank}
+    assert set(found.neighbours.ranks) == (others if carrier == "neighbours" else set())
+    assert set(found.wires.ranks) == (others if carrier == "wires" else set())
     return RankGroup(process_group, rank, size, torch.device("cpu"))
 
 
-def many_in_flight(rank: int, size: int, widths: list[int], near: bool) -> None:
+CARRIERS = ["neighbours", "wires", "gloo"]
+
+
+def many_in_flight(rank: int, size: int, widths: list[int], carrier: str) -> None:
     """Gathers and exchanges by turns, issued in one order, waited for in another, by ranks that are late at random."""
-    group = group_of(rank, size, near)
+    group = group_of(rank, size, carrier)
     comm = Communicator(group, LedgerKeeper(rank), overlap=True)
     assert comm.rows_received == size - 1
     moods = random.Random(rank)
@@ -76,18 +79,19 @@ def many_in_flight(rank: int, size: int, widths: list[int], near: bool) -> None:
 WIDTHS = [1, 16, 100_000, 7, 0, 3, 250_000, 16, 1, 5]
 
 
-@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("carrier", CARRIERS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_row_comes_from_its_rank(ranks: int, near: bool) -> None:
-    run_on_ranks(ranks, many_in_flight, WIDTHS, near)
+def test_every_row_comes_from_its_rank(ranks: int, carrier: str) -> None:
+    run_on_ranks(ranks, many_in_flight, WIDTHS, carrier)
 
 
 def two_hosts(rank: int, size: int) -> None:
     """Ranks 0 and 1 on one host, 2 and 3 on another."""
     with mock.patch.object(slots, "this_node", lambda: f"host {rank // 2}"):
         process_group = dist.new_group(backend="gloo")
-        found = direct.meet_neighbours(process_group, rank, size)
-    assert list(found.ranks) == [rank ^ 1]
+        found = direct.direct_between(process_group, rank, size)
+    assert list(found.neighbours.ranks) == [rank ^ 1]
+    assert set(found.wires.ranks) == ({2, 3} if rank < 2 else {0, 1})
     comm = Communicator(RankGroup(process_group, rank, size, torch.device("cpu")), LedgerKeeper(rank), True)
     for number in range(5):
         own = torch.full((1000,), value(rank, 0, number))
@@ -97,13 +101,13 @@ def two_hosts(rank: int, size: int) -> None:
             assert torch.equal(row, torch.full((1000,), value(sender, 0, number)))
 
 
-def test_neighbours_read_and_gloo_carries_between_hosts() -> None:
+def test_neighbours_read_and_wires_lead_to_other_hosts() -> None:
     run_on_ranks(4, two_hosts)
 
 
-def overwrite_at_once(rank: int, size: int, near: bool) -> None:
+def overwrite_at_once(rank: int, size: int, carrier: str) -> None:
     """What was sent may be overwritten as soon as it has been waited for, however late the other is."""
-    comm = Communicator(group_of(rank, size, near), LedgerKeeper(rank), overlap=True)
+    comm = Communicator(group_of(rank, size, carrier), LedgerKeeper(rank), overlap=True)
     own, received = torch.empty(500_000), torch.empty(500_000)
     for number in range(6):
         if number % size == rank:
@@ -114,14 +118,14 @@ def overwrite_at_once(rank: int, size: int, near: bool) -> None:
         assert received.eq(number * 10 + 1 - rank).all()
 
 
-@pytest.mark.parametrize("near", [True, False])
-def test_what_was_sent_may_be_overwritten_once_it_has_landed(near: bool) -> None:
-    run_on_ranks(2, overwrite_at_once, near)
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_what_was_sent_may_be_overwritten_once_it_has_landed(carrier: str) -> None:
+    run_on_ranks(2, overwrite_at_once, carrier)
 
 
-def issue_without_waiting(rank: int, size: int) -> None:
+def issue_without_waiting(rank: int, size: int, carrier: str) -> None:
     """More messages than a connection holds, one rank long after the other."""
-    comm = Communicator(group_of(rank, size, near=True), LedgerKeeper(rank), overlap=True)
+    comm = Communicator(group_of(rank, size, carrier), LedgerKeeper(rank), overlap=True)
     if rank == 1:
         time.sleep(1)
     flying = []
@@ -134,14 +138,15 @@ def issue_without_waiting(rank: int, size: int) -> None:
         assert received.eq(number).all()
 
 
-def test_many_may_be_in_flight() -> None:
-    run_on_ranks(2, issue_without_waiting)
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_many_may_be_in_flight(carrier: str) -> None:
+    run_on_ranks(2, issue_without_waiting, carrier)
 
 
 def offer_after_the_end(rank: int, size: int) -> None:
-    process_group = group_of(rank, size, near=True).process_group
+    process_group = group_of(rank, size, "neighbours").process_group
     assert process_group is not None
-    found = direct.meet_neighbours(process_group, rank, size)
+    found = direct.direct_between(process_group, rank, size).neighbours
     dist.barrier()
     found.end()
     for thread in [thread for thread in threading.enumerate() if thread.name == "neighbours"]:
@@ -155,15 +160,9 @@ def test_what_is_offered_after_the_end_fails_at_once() -> None:
     run_on_ranks(2, offer_after_the_end)
 
 
-def never_come(rank: int, size: int, near: bool) -> float:
-    os.environ[SWITCH] = str(int(near))
-    try:
-        process_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
-        comm = Communicator(
-            RankGroup(process_group, rank, size, torch.device("cpu")), LedgerKeeper(rank), True
-        )
-    finally:
-        del os.environ[SWITCH]
+def never_come(rank: int, size: int, carrier: str) -> float:
+    group = group_of(rank, size, carrier, timeout=timedelta(seconds=3))
+    comm = Communicator(group, LedgerKeeper(rank), True)
     started = time.monotonic()
     if rank == 0:
         work = comm.all_gather(torch.empty(2), torch.zeros(2), "forward", ["unit"])
@@ -174,11 +173,11 @@ def never_come(rank: int, size: int, near: bool) -> float:
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("near", [True, False])
-def test_the_groups_own_time_out_holds(near: bool) -> None:
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_the_groups_own_time_out_holds(carrier: str) -> None:
     pool = RankPool(2)
     try:
-        seconds, _ = pool.run(never_come, near)
+        seconds, _ = pool.run(never_come, carrier)
     finally:
         pool.close(force=True)
     assert 2 < seconds < 7

@@ -9,9 +9,10 @@ that a rank that comes later fails at once and the next call is in step again.
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -153,6 +154,34 @@ def from_rank_zero(group: RankGroup, values: list[T] | None) -> T:
     dist.scatter_object_list(mine, values, group_src=0, group=group.process_group)
     answer: T = mine[0]
     return answer
+
+
+def said_by_all(store: dist.Store, about: str, rank: int, size: int, word: Any) -> list[Any]:
+    """Every rank's word in rank order, told through a store, for ranks that no collective connects yet; once per subject.
+
+    Args:
+        store: All of them see it.
+        about: The subject.
+        rank: This rank.
+        size: The ranks.
+        word: This rank's; JSON.
+    """
+    store.set(f"{about}/{rank}", json.dumps(word))
+    return [json.loads(store.get(f"{about}/{other}")) for other in range(size)]
+
+
+def agreed_by_both(store: dist.Store, about: str, rank: int, size: int, mine: Collection[int]) -> list[int]:
+    """The ranks that this rank names, and that name it; afterwards everybody has answered.
+
+    Args:
+        store: All of them see it.
+        about: The subject, as for :func:`said_by_all`.
+        rank: This rank.
+        size: The ranks.
+        mine: Whom this rank names.
+    """
+    named = said_by_all(store, about, rank, size, list(mine))
+    return [other for other in mine if rank in named[other]]
 
 
 def _attempt(what: str, act: Callable[[], T], rank: int, ranks: int) -> tuple[ZerotuneError | None, Any]:

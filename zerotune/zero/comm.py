@@ -1,5 +1,5 @@
 """Collectives of the ZeRO engine. What differs between gloo on CPU and NCCL on CUDA is here and,
-for what gloo does directly, in :mod:`zerotune.zero.direct`.
+for what goes between ranks on CPU without either, in :mod:`zerotune.zero.direct`.
 
 [Note: streams]
 On CUDA, gathers and reductions run on a stream of their own each. A collective first makes its stream wait for the
@@ -14,7 +14,7 @@ uses its reduce-scatter, whose bits do not depend on the size for N = 2; lower p
 
 [Note: announcing]
 Every collective is announced to the guard before it is issued and compared again when it has been waited for (see
-:mod:`zerotune.engine.guard`). On gloo sends and receives are matched by what was announced (:mod:`zerotune.zero.direct`). On
+:mod:`zerotune.engine.guard`). On CPU the ends of every row are matched by what was announced (:mod:`zerotune.zero.direct`). On
 NCCL, gathers between nodes carry a tag at the head of every row: ``head_elements`` of them, which are not parameters and
 are counted apart from them.
 """
@@ -32,7 +32,7 @@ from zerotune.engine import LedgerKeeper, RankGroup
 from zerotune.engine.guard import TAG_ELEMENTS, Waitable, install_guard, waited_on_host
 from zerotune.engine.ledger import PendingCollective
 from zerotune.records import CollectiveKind
-from zerotune.zero import direct
+from zerotune.zero.direct import Direct, direct_between, timeout_of
 
 
 @contextmanager
@@ -111,12 +111,12 @@ class Communicator:
         self._guard = install_guard(group.process_group, group.rank, group.size)
         if self._guard is not None and timeout_s is not None:
             self._guard.limit_s = timeout_s
-        self._is_direct = self._guard is not None and group.backend == "gloo" and group.device.type == "cpu"
-        if self._is_direct:
-            direct.meet_neighbours(*self._ranks_of_group)  # while all are here
-            if self._guard is not None and self._guard.limit_s is None:
-                # What neighbours bring is no collective of gloo's, which would end after this time.
-                self._guard.limit_s = direct.timeout_of(*self._ranks_of_group[:1])
+        self._direct: Direct | None = None
+        if self._guard is not None and group.backend == "gloo" and group.device.type == "cpu":
+            assert group.process_group is not None
+            self._direct = direct_between(group.process_group, group.rank, group.size)
+            if self._guard.limit_s is None:  # as for a collective of gloo's
+                self._guard.limit_s = timeout_of(group.process_group)
         self._tags_differ: torch.Tensor | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         if group.device.type == "cuda" and overlap:
@@ -128,7 +128,7 @@ class Communicator:
     @property
     def head_elements(self) -> int:
         """Elements at the head of every row of a gather in which a tag travels; 0 within one node."""
-        has_tags = self._guard is not None and self._guard.spans_nodes and not self._is_direct
+        has_tags = self._guard is not None and self._guard.spans_nodes and self._direct is None
         return TAG_ELEMENTS if has_tags else 0
 
     @property
@@ -140,7 +140,7 @@ class Communicator:
     def rows_received(self) -> int:
         """Rows that gathers and exchanges put into their output: of all ranks, or of all others where a rank sends itself
         nothing (gloo, and a single rank)."""
-        return self._group.size - 1 if self._is_direct or self._group.size == 1 else self._group.size
+        return self._group.size - (self._direct is not None or self._group.size == 1)
 
     def own_row(self, own: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
         """This rank's row, where gathers and exchanges do not bring it, and whose it is.
@@ -235,8 +235,8 @@ class Communicator:
             self._guard.stamp(shard, number)
 
         def issue() -> Waitable | None:
-            if self._is_direct:
-                return direct.all_gather(*self._ranks_of_group, output, shard, self._key(number))
+            if self._direct is not None:
+                return self._direct.all_gather(output, shard, self._key(number))
             return dist.all_gather_single(
                 output, shard, group=self._group.process_group, async_op=self._is_async
             )
@@ -263,8 +263,8 @@ class Communicator:
         assert output is not None
 
         def issue() -> Waitable | None:
-            if self._is_direct:
-                return direct.exchange(*self._ranks_of_group, output, rows, self._key(number))
+            if self._direct is not None:
+                return self._direct.exchange(output, rows, self._key(number))
             return dist.all_to_all_single(
                 output, rows, group=self._group.process_group, async_op=self._is_async
             )
@@ -310,11 +310,6 @@ class Communicator:
     def sums_in_exchange(self, dtype: torch.dtype) -> bool:
         """Whether a dtype is reduced by an exchange and a local sum (see [Note: order of summation])."""
         return self._group.backend != "nccl" or dtype is not torch.float32
-
-    @property
-    def _ranks_of_group(self) -> tuple[dist.ProcessGroup, int, int]:
-        assert self._group.process_group is not None
-        return self._group.process_group, self._group.rank, self._group.size
 
     def _key(self, number: int) -> int:
         """What sends and receives of a collective are matched by."""

@@ -1,13 +1,14 @@
-"""Gathers and exchanges on CPU as direct sends and receives, receives first; between neighbours without gloo.
+"""Gathers and exchanges on CPU as one row for and from every other rank: read by neighbours, over wires, or by gloo.
 
 [Note: receives first]
-gloo moves data only once the receiver has said that it is ready, and that word travels on the connection that the
-receiver's own data travels on. gloo's all-gather and all-to-all post what they send before what they receive. Then the
-rank that comes second has put its data on the wire before the word the first one waits for: on a slow link the two
-directions carry data one after the other instead of at once (measured at 500 Mbit/s: 140 ms instead of 70 for an
-exchange of 4.2 MB). Posting receives first lets both directions flow as soon as both ranks are there.
+gloo, which carries to ranks that nothing else reaches, moves data only once the receiver has said that it is ready, and
+that word travels on the connection that the receiver's own data travels on. gloo's all-gather and all-to-all post what
+they send before what they receive. Then the rank that comes second has put its data on the wire before the word the first
+one waits for: on a slow link the two directions carry data one after the other instead of at once (measured at 500
+Mbit/s: 140 ms instead of 70 for an exchange of 4.2 MB). Posting receives first lets both directions flow as soon as both
+ranks are there.
 
-What a send and a receive have in common is a number that stands for the collective, of which units, for what, and how
+What the two ends of a row have in common is a number that stands for the collective, of which units, for what, and how
 large: ranks that diverge never match, so that nothing is mixed and nobody is ended by a message of another size; they
 wait, and the guard finds out why.
 """
@@ -25,7 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from zerotune.zero.neighbours import Neighbours, Place
+from zerotune.zero.flights import Place
+from zerotune.zero.neighbours import Neighbours
+from zerotune.zero.wires import Wires
 
 _EXIT_S = 3.0
 """How long a process that ends waits for what is in flight: the next step's first gathers, which all ranks have issued."""
@@ -35,7 +38,7 @@ class Landing:
     """A collective that comes in parts; for :meth:`zerotune.engine.guard.CollectiveGuard.wait`.
 
     Args:
-        parts: How many: what gloo carries is one, what neighbours read is another.
+        parts: How many: what neighbours read is one, what wires carry another, what gloo carries a third.
     """
 
     def __init__(self, parts: int) -> None:
@@ -43,16 +46,17 @@ class Landing:
         self._lock = threading.Lock()
         self.works: list[dist.Work] = []
         self.error: BaseException | None = None
-        self.landed = threading.Event()
+        self._landed = threading.Lock()  # held until then: a third of what an Event costs
+        self._landed.acquire()
 
     def part_landed(self, error: BaseException | None = None) -> None:
         """One of its parts is there, or failed."""
         with self._lock:
             self.error = self.error or error
-            self._parts -= 1
-            is_over = self._parts == 0 or error is not None
-        if is_over:
-            self.landed.set()
+            if self._parts > 0:
+                self._parts = 0 if error is not None else self._parts - 1
+                if not self._parts:
+                    self._landed.release()
 
     def wait(self, timeout: timedelta) -> bool:
         """Wait until everything has arrived and nothing of ours is still being sent or read.
@@ -60,8 +64,9 @@ class Landing:
         Raises:
             RuntimeError: "Operation timed out", as gloo says it; or the connection broke.
         """
-        if not self.landed.wait(timeout.total_seconds()):
+        if not self._landed.acquire(timeout=timeout.total_seconds()):
             raise RuntimeError("Operation timed out")
+        self._landed.release()  # for whoever else waits
         if self.error is not None:
             raise RuntimeError(str(self.error)) from self.error
         return True
@@ -105,8 +110,7 @@ class _Waiter:
             del landing, failure
 
 
-_WAITERS: WeakKeyDictionary[dist.ProcessGroup, _Waiter] = WeakKeyDictionary()
-_NEIGHBOURS: WeakKeyDictionary[dist.ProcessGroup, Neighbours] = WeakKeyDictionary()
+_DIRECT: WeakKeyDictionary[dist.ProcessGroup, Direct] = WeakKeyDictionary()
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -115,111 +119,103 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return limit.total_seconds()
 
 
-def meet_neighbours(group: dist.ProcessGroup, rank: int, size: int) -> Neighbours:
-    """This rank's neighbours in a group; the first call is collective."""
-    found = _NEIGHBOURS.get(group)
+def direct_between(group: dist.ProcessGroup, rank: int, size: int) -> Direct:
+    """How this rank reaches the others of a group; the first call is collective."""
+    found = _DIRECT.get(group)
     if found is None:
-        found = _NEIGHBOURS[group] = Neighbours(_get_process_group_store(group), rank, size)
-        weakref.finalize(group, found.end)
+        found = _DIRECT[group] = Direct(group, rank, size)
     return found
 
 
-def all_gather(
-    group: dist.ProcessGroup, rank: int, size: int, output: torch.Tensor, shard: torch.Tensor, key: int
-) -> Landing:
-    """Receive every other rank's shard.
+class Direct:
+    """How this rank reaches the others of a group. Creating it is collective; see :func:`direct_between`.
 
     Args:
-        group: The ranks.
+        group: The ranks; held weakly.
         rank: This one in it.
         size: Their number, N.
-        output: Receives their shards in rank order  # [(N - 1) * W]
-        shard: This rank's  # [W]
-        key: 63 bits, the same for this collective on every rank, and of no other that is open.
+
+    Attributes:
+        neighbours: Ranks of this host, and how they read from one another.
+        wires: Ranks of other hosts, and the connections to them.
     """
-    rows = output.view(size - 1, output.numel() // (size - 1))
-    others = _others(rank, size)
-    return _start(
-        group,
-        dict.fromkeys(others, shard),
-        {r: rows[r - (r > rank)] for r in others},
-        meet_neighbours(group, rank, size),
-        key,
-        (output, shard),
-    )
 
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        store = _get_process_group_store(group)
+        self._group = weakref.ref(group)
+        self._rank = rank
+        self._size = size
+        self.neighbours = Neighbours(store, rank, size)
+        self.wires = Wires(store, rank, size, self.neighbours.ranks)
+        weakref.finalize(group, self.neighbours.end)
+        weakref.finalize(group, self.wires.end)
+        others = [
+            r % size for r in range(rank + 1, rank + size)
+        ]  # so that not all send to the same one first
+        self._carriers: list[tuple[Neighbours | Wires, list[int]]] = [
+            (carrier, [r for r in others if r in carrier.ranks])
+            for carrier in (self.neighbours, self.wires)
+            if carrier.ranks
+        ]
+        self._by_gloo = [r for r in others if not any(r in ranks for _, ranks in self._carriers)]
+        self._waiter: _Waiter | None = None
 
-def exchange(
-    group: dist.ProcessGroup, rank: int, size: int, output: torch.Tensor, rows: torch.Tensor, key: int
-) -> Landing:
-    """Send row r to every other rank r, receive row ``rank`` of theirs.
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, key: int) -> Landing:
+        """Receive every other rank's shard.
 
-    Args:
-        group: The ranks.
-        rank: This one in it.
-        size: Their number, N.
-        output: Receives their rows in rank order  # [(N - 1) * W]
-        rows: What is sent; the own row stays where it is  # [N * W]
-        key: 63 bits, the same for this collective on every rank, and of no other that is open.
-    """
-    received = output.view(size - 1, output.numel() // (size - 1))
-    sent = rows.view(size, rows.numel() // size)
-    others = _others(rank, size)
-    return _start(
-        group,
-        {r: sent[r] for r in others},
-        {r: received[r - (r > rank)] for r in others},
-        meet_neighbours(group, rank, size),
-        key,
-        (output, rows),
-    )
+        Args:
+            output: Receives their shards in rank order  # [(N - 1) * W]
+            shard: This rank's  # [W]
+            key: 63 bits, the same for this collective on every rank, and of no other that is open.
+        """
+        return self._start(output, shard, 0, key)
 
+    def exchange(self, output: torch.Tensor, rows: torch.Tensor, key: int) -> Landing:
+        """Send row r to every other rank r, receive row ``rank`` of theirs.
 
-def _start(
-    group: dist.ProcessGroup,
-    sources: dict[int, torch.Tensor],
-    places: dict[int, torch.Tensor],
-    neighbours: Neighbours,
-    key: int,
-    keep: tuple[torch.Tensor, ...],
-) -> Landing:
-    """Bring every rank its row, and one from each.
+        Args:
+            output: Receives their rows in rank order  # [(N - 1) * W]
+            rows: What is sent; the own row stays where it is  # [N * W]
+            key: 63 bits, the same for this collective on every rank, and of no other that is open.
+        """
+        return self._start(output, rows, rows.numel() // self._size, key)
 
-    Args:
-        group: The ranks.
-        sources: What is for whom  # [W] each
-        places: Where each one's goes  # [W] each
-        neighbours: Those among them that read from each other.
-        key: As above.
-        keep: What all this is in.
-    """
-    near = [r for r in sources if r in neighbours.ranks]
-    far = [r for r in sources if r not in neighbours.ranks]
-    landing = Landing(bool(near) + bool(far))
-    if far:
+    def _start(self, output: torch.Tensor, sent: torch.Tensor, stride: int, key: int) -> Landing:
+        """Bring every rank its row, and one from each.
+
+        Args:
+            output: As above.
+            sent: Where the rows are.
+            stride: Elements from one rank's row to the next one's.
+            key: As above.
+        """
+        width = output.numel() // (self._size - 1)
+        landing = Landing(len(self._carriers) + bool(self._by_gloo))
+        row, step = width * output.itemsize, stride * sent.itemsize
+        source, place = sent.data_ptr(), output.data_ptr()
+        for carrier, ranks in self._carriers:
+            carrier.exchange(
+                key,
+                {r: source + r * step for r in ranks},
+                {r: Place(place + (r - (r > self._rank)) * row, row) for r in ranks},
+                (output, sent),
+                landing.part_landed,
+            )
+        if self._by_gloo:
+            self._start_gloo(landing, output.view(self._size - 1, width), sent, stride, key)
+        return landing
+
+    def _start_gloo(
+        self, landing: Landing, places: torch.Tensor, sent: torch.Tensor, stride: int, key: int
+    ) -> None:
+        group = self._group()
+        assert group is not None, "whoever calls holds it"
+        if self._waiter is None:
+            self._waiter = _Waiter()
+            weakref.finalize(group, self._waiter.end)
         tag = key % (1 << 31)  # gloo takes no more; of two that are equal it serves the first first
-        landing.works = [group.recv([places[r]], r, tag) for r in far]
-        landing.works += [group.send([sources[r]], r, tag) for r in far]
-        _waiter(group).watch(landing)
-    if near:
-        neighbours.exchange(
-            key,
-            {r: sources[r].data_ptr() for r in near},
-            {r: Place(places[r].data_ptr(), places[r].nbytes) for r in near},
-            keep,
-            landing.part_landed,
-        )
-    return landing
-
-
-def _others(rank: int, size: int) -> list[int]:
-    """The next rank first, so that not all send to the same one."""
-    return [r % size for r in range(rank + 1, rank + size)]
-
-
-def _waiter(group: dist.ProcessGroup) -> _Waiter:
-    waiter = _WAITERS.get(group)
-    if waiter is None:
-        waiter = _WAITERS[group] = _Waiter()
-        weakref.finalize(group, waiter.end)
-    return waiter
+        width = places.shape[1]
+        rows = {r: sent[r * stride : r * stride + width] for r in self._by_gloo}
+        landing.works = [group.recv([places[r - (r > self._rank)]], r, tag) for r in rows]
+        landing.works += [group.send([row], r, tag) for r, row in rows.items()]
+        self._waiter.watch(landing)

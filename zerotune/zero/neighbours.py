@@ -27,12 +27,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zerotune.engine import slots
+from zerotune.engine.meeting import agreed_by_both, said_by_all
+from zerotune.zero.flights import Flight, Flights, Place
 
 SWITCH = "ZEROTUNE_NEIGHBOURS"
 """Environment variable; 0 leaves everything to gloo."""
@@ -91,24 +92,6 @@ def read_memory(pid: int, source: int, target: int, nbytes: int) -> None:
         source, target, nbytes = source + copied, target + copied, nbytes - copied
 
 
-class Place(NamedTuple):
-    """Where a row goes."""
-
-    address: int
-    nbytes: int
-
-
-@dataclass
-class _Open:
-    """A collective that has not ended: what is to be read, and who has not read yet."""
-
-    reads: dict[int, Place]
-    readers: set[int]
-    landed: Callable[[BaseException | None], None]
-    keep: tuple[torch.Tensor, ...]
-    """What neighbours read and write; it must stay until they have."""
-
-
 @dataclass
 class _Peer:
     """A neighbour."""
@@ -133,13 +116,9 @@ class Neighbours:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._peers = _meet(store, rank, size)
-        self._open: dict[int, _Open] = {}
-        self._lost: list[tuple[torch.Tensor, ...]] = []
-        self._lock = threading.Lock()
-        self._is_idle = threading.Event()
-        self._is_idle.set()
+        self._flights = Flights()
+        self._lock = self._flights.lock
         self._ends = False
-        self._has_ended = False
         if self._peers:
             self._woken, self._waker = socket.socketpair()
             self._woken.setblocking(False)
@@ -178,16 +157,14 @@ class Neighbours:
             keep: The tensors that these are in.
             landed: Called from another thread once all have been read, by them and from them, or with what went wrong.
         """
+        flight = Flight(dict(places), set(sources), landed, keep)
         with self._lock:
-            assert key not in self._open
-            self._is_idle.clear()
-            self._open[key] = _Open(dict(places), set(sources), landed, keep)
+            is_carried = self._flights.begin(key, flight)
             for rank, address in sources.items():
                 self._send(self._peers[rank], _MESSAGE.pack(_READY, key, address))
             wakes = any(key in peer.ready or peer.is_gone or peer.unsent for peer in self._peers.values())
-            has_ended = self._has_ended
-        if has_ended:
-            self._fail_all(RuntimeError("the thread that reads from neighbours has ended"))
+        if not is_carried:
+            self._flights.end(key, flight, self._flights.closed_by)
         elif wakes:
             self._wake()
 
@@ -210,14 +187,13 @@ class Neighbours:
     # ---------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        error: BaseException = RuntimeError("the group has ended")
         try:
             self._serve()
-        except BaseException as error:  # whatever it is, those who wait must hear of it
-            self._fail_all(RuntimeError(f"the thread that reads from neighbours failed: {error!r}"))
+        except BaseException as failure:  # whatever it is, those who wait must hear of it
+            error = RuntimeError(f"the thread that reads from neighbours failed: {failure!r}")
         finally:
-            with self._lock:
-                self._has_ended = True  # who comes later finds nobody to wait for
-            self._fail_all(RuntimeError("the group has ended"))
+            self._flights.close(error)
             for connection in [*(p.connection for p in self._peers.values()), self._woken, self._waker]:
                 connection.close()
 
@@ -231,7 +207,7 @@ class Neighbours:
         while True:
             if self._ends:
                 ends_at = ends_at or time.monotonic() + _EXIT_S
-                if self._is_idle.is_set() or time.monotonic() > ends_at:
+                if self._flights.is_idle or time.monotonic() > ends_at:
                     return
             for descriptor, _ in poller.poll(None if ends_at is None else 100):
                 rank = ranks.get(descriptor)
@@ -273,76 +249,51 @@ class Neighbours:
             return False
         what, key, address = _MESSAGE.unpack(message)
         with self._lock:
-            current = self._open.get(key)
-            if what == _READY and current is None:
+            flight = self._flights.get(key)
+            if what == _READY and flight is None:
                 peer.ready[key] = address  # this rank has not come to it
                 return True
-        if current is not None:
+        if flight is not None:
             if what == _READY:
-                self._fetch(key, current, rank, address)
+                self._fetch(key, flight, rank, address)
             else:
-                current.readers.discard(rank)
-                self._end_if_over(key, current)
+                self._flights.row_left(key, flight, rank)
         return True
 
     def _catch_up(self) -> None:
         """Fetch what neighbours had offered before this rank came to it."""
         with self._lock:
             waiting = [
-                (key, current, rank, peer.ready.pop(key))
-                for key, current in self._open.items()
+                (key, rank, peer.ready.pop(key))
+                for key in self._flights.open_keys()
                 for rank, peer in self._peers.items()
                 if key in peer.ready
             ]
             gone = [rank for rank, peer in self._peers.items() if peer.is_gone]
-        for key, current, rank, address in waiting:
-            self._fetch(key, current, rank, address)
+        for key, rank, address in waiting:
+            flight = self._flights.get(key)
+            if flight is not None:  # it may have failed meanwhile
+                self._fetch(key, flight, rank, address)
         for rank in gone:
             self._lose(rank)
 
-    def _fetch(self, key: int, current: _Open, rank: int, address: int) -> None:
-        if self._open.get(key) is not current:
-            return  # it has failed meanwhile
+    def _fetch(self, key: int, flight: Flight, rank: int, address: int) -> None:
         peer = self._peers[rank]
-        place = current.reads[rank]
+        place = flight.places[rank]
         try:
             read_memory(peer.pid, address, place.address, place.nbytes)
         except OSError as error:
-            self._end(key, current, RuntimeError(f"rank {rank} could not be read from: {error.strerror}"))
+            failure = RuntimeError(f"rank {rank} could not be read from: {error.strerror}")
+            self._flights.end(key, flight, failure)
             return
         with self._lock:
             self._send(peer, _MESSAGE.pack(_DONE, key, 0))
-        del current.reads[rank]
-        self._end_if_over(key, current)
+        self._flights.row_came(key, flight, rank)
 
     def _lose(self, rank: int) -> None:
-        """A neighbour has hung up: what waits for it will not end."""
+        """A neighbour has hung up."""
         self._peers[rank].is_gone = True
-        with self._lock:
-            waiting = [(k, o) for k, o in self._open.items() if rank in o.reads or rank in o.readers]
-        for key, current in waiting:
-            self._end(key, current, RuntimeError(f"Connection closed by rank {rank}"))
-
-    def _fail_all(self, error: BaseException) -> None:
-        with self._lock:
-            waiting = list(self._open.items())
-        for key, current in waiting:
-            self._end(key, current, error)
-
-    def _end_if_over(self, key: int, current: _Open) -> None:
-        if not current.reads and not current.readers:
-            self._end(key, current, None)
-
-    def _end(self, key: int, current: _Open, error: BaseException | None) -> None:
-        with self._lock:
-            if self._open.pop(key, None) is None:
-                return
-            if error is not None:
-                self._lost.append(current.keep)  # for good: somebody may still read it
-            if not self._open:
-                self._is_idle.set()
-        current.keep = ()  # let go of it before saying that it has landed
-        current.landed(error)
+        self._flights.lose(rank)
 
     def _end_and_join(self, thread: threading.Thread) -> None:
         """At exit; neighbours may still be reading what was offered last."""
@@ -376,34 +327,27 @@ def _meet(store: dist.Store, rank: int, size: int) -> dict[int, _Peer]:
             listener.listen(size)
             listener.settimeout(_MEET_S)
         mine = [host, os.getpid(), name, ctypes.addressof(token), token.raw.hex()]
-        store.set(f"neighbours/{rank}", json.dumps(mine))
-        everyone = [json.loads(store.get(f"neighbours/{other}")) for other in range(size)]
+        everyone = said_by_all(store, "neighbours", rank, size, mine)
         readable = [
             other
             for other, (theirs, pid, _, address, expected) in enumerate(everyone)
             if other != rank and host is not None and theirs == host and _holds(pid, address, expected)
         ]
-        chosen = _agreed(store, "reads", rank, size, readable)
+        # Who reads has read the token by the time that all have answered.
+        chosen = agreed_by_both(store, "neighbours/reads", rank, size, readable)
         if not chosen:
-            _agreed(store, "met", rank, size, [])
+            agreed_by_both(store, "neighbours/met", rank, size, [])
             return {}
         assert listener is not None
         known = {other: (everyone[other][2], everyone[other][1]) for other in chosen}
         connections = _connect(listener, rank, known)
-        met = _agreed(store, "met", rank, size, list(connections))
+        met = agreed_by_both(store, "neighbours/met", rank, size, list(connections))
         for other in connections.keys() - set(met):
             connections.pop(other).close()
         return {other: _Peer(everyone[other][1], connections[other]) for other in met}
     finally:
         if listener is not None:
             listener.close()
-
-
-def _agreed(store: dist.Store, about: str, rank: int, size: int, mine: list[int]) -> list[int]:
-    """The ranks that this rank names, and that name it. Everybody has read its token by the time that all have answered."""
-    store.set(f"neighbours/{about}/{rank}", json.dumps(mine))
-    named = [json.loads(store.get(f"neighbours/{about}/{other}")) for other in range(size)]
-    return [other for other in mine if rank in named[other]]
 
 
 def _holds(pid: int, address: int, expected: str) -> bool:
