@@ -47,6 +47,7 @@ class Benchmark:
         engines: Names, ``zerotune`` first.
         variants: What ``zerotune:NAME`` sets, by NAME.
         sets: Further ``--set`` options, for all engines.
+        by_link: Variants of one link.
         size: Step time of the model in that of the 10.5 M one, about.
     """
 
@@ -54,6 +55,7 @@ class Benchmark:
     variants: Mapping[str, str] = field(default_factory=dict)
     sets: tuple[str, ...] = ()
     size: float = 1.0
+    by_link: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def seconds(self, links: Sequence[str], rounds: int) -> float:
         """About how long it takes."""
@@ -62,11 +64,18 @@ class Benchmark:
 
     def run(self, link: str, rounds: int) -> Document:
         """Measure on one link."""
+        variants = {**self.variants, **self.by_link.get(link, {})}
+        ours, _, _ = self.engines[0].partition(":")
+        engines = [
+            each
+            for each in self.engines
+            if each == ours or not each.startswith(f"{ours}:") or each.partition(":")[2] in variants
+        ]
         command = [
             *(sys.executable, "-m", "zerotune", "bench", str(JOB), "--json"),
-            *("--engines", ",".join(self.engines), "--rounds", str(rounds), "--steps", str(STEPS)),
+            *("--engines", ",".join(engines), "--rounds", str(rounds), "--steps", str(STEPS)),
             *(("--address", "local") if link == "loopback" else ("--link", link)),
-            *(word for name, what in self.variants.items() for word in ("--variant", f"{name}={what}")),
+            *(word for name, what in variants.items() for word in ("--variant", f"{name}={what}")),
             *(word for text in self.sets for word in ("--set", text)),
         ]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)

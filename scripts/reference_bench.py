@@ -9,7 +9,9 @@ Run it on a quiet machine with two cores and the right to make network namespace
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
+import reference_search
 import torch
 from reference import (
     LINKS,
@@ -29,12 +31,13 @@ from reference import (
 from zerotune.config.load import load_job
 from zerotune.models.build import build_model
 from zerotune.models.units import largest_block
+from zerotune.records import Interval
+from zerotune.train.measure import paired_ratio
 
 ENGINES = (
     "zerotune",
-    "zerotune:two",
     "zerotune:keep",
-    "zerotune:keep-far",
+    "zerotune:best",
     "fsdp2",
     "fsdp2:keep",
     "fsdp2:async",
@@ -46,7 +49,8 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "bench.yaml"
 
 
 def variants(sets: list[str], engines: tuple[str, ...]) -> dict[str, str]:
-    """Those that are wanted of: ``two`` blocks ahead instead of four; ``keep``; ``keep-far``: kept, and eight ahead."""
+    """Those that are wanted of: ``two`` blocks ahead instead of four; ``keep``; ``keep-far``: kept, and eight ahead. ``best``
+    is what ``reference_search.py`` found on a link."""
     with torch.device("meta"):
         block = largest_block(build_model(load_job(EXAMPLE, sets).job.model, 0))
     known = {
@@ -58,25 +62,66 @@ def variants(sets: list[str], engines: tuple[str, ...]) -> dict[str, str]:
 
 
 def table(name: str, documents: dict[str, Document]) -> str:
-    """One row per engine, one column per link."""
-    first = next(iter(documents.values()))
+    """One row per engine, one column per link; and what is compared, by link."""
     lines = [
         f"# {name}",
         "",
-        label(first),
+        label(next(iter(documents.values()))),
         "Step time in ms, and the paired ratio of `zerotune` to it with its 95 % interval (below 1: `zerotune` is faster).",
         "",
         *head(["engine", *(LINKS[link] for link in documents), "peak memory"]),
     ]
-    for engine, figures in first["engines"].items():
+    engines = {
+        engine: figures for document in documents.values() for engine, figures in document["engines"].items()
+    }
+    for engine, figures in engines.items():
         cells = [_cell(engine, document) for document in documents.values()]
         lines.append(row([engine, *cells, mebibytes(figures["peak_memory_bytes"])]))
-    limits = [ratio(document["ratios"]["zerotune/limit"]) for document in documents.values()]
-    lines.append(row(["zerotune over its own limit", *limits, ""]))
+    compared = [comparisons(document) for document in documents.values()]
+    lines += [
+        "",
+        "Paired ratios of step time, with their 95 % intervals; *best* is what `zerotune search` found on that link.",
+        "",
+        *head(["", *(LINKS[link] for link in documents)]),
+        *(row([what, *(each.get(what, "") for each in compared)]) for what in compared[0]),
+    ]
     return "\n".join(lines) + "\n"
 
 
+def comparisons(document: Document) -> dict[str, str]:
+    """Paired ratios that are asked for, of engines that were measured. Where the search found nothing faster than the
+    defaults, these are the best."""
+    times = {engine: figures["round_times_s"] for engine, figures in document["engines"].items()}
+
+    def fastest(kind: str) -> str:
+        return min(
+            (each for each in times if each.partition(":")[0] == kind),
+            key=lambda each: median(times[each]),
+            default="",
+        )
+
+    best = "zerotune:best" if "zerotune:best" in times else "zerotune"
+    asked = {
+        "defaults / FSDP2": ("zerotune", "fsdp2"),
+        "best / FSDP2": (best, "fsdp2"),
+        "best / FSDP2, its best setting": (best, fastest("fsdp2")),
+        "best / DDP": (best, "ddp"),
+        "best / DeepSpeed, its better setting": (best, fastest("deepspeed")),
+    }
+    shown = {
+        what: _shown(paired_ratio(times[mine], times[theirs])) if mine in times and theirs in times else ""
+        for what, (mine, theirs) in asked.items()
+    }
+    return shown | {"defaults / own limit": ratio(document["ratios"]["zerotune/limit"])}
+
+
+def _shown(interval: Interval) -> str:
+    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
 def _cell(engine: str, document: Document) -> str:
+    if engine not in document["engines"]:
+        return ""
     time = f"{document['engines'][engine]['step_time_s'] * 1e3:.0f}"
     to_it = document["ratios"].get(f"zerotune/{engine}")
     return time if to_it is None else f"{time}, {ratio(to_it)}"
@@ -112,7 +157,13 @@ def main() -> None:
     given = options.parse_args()
     folder, name = given.folder, given.name
     engines = tuple(given.engines.split(","))
-    benchmark = Benchmark(engines, variants(given.sets, engines), tuple(given.sets))
+    found = reference_search.read(folder) if "zerotune:best" in engines else {}
+    best = {
+        link: {"best": setting}
+        for link, result in found.items()
+        if (setting := reference_search.best_setting(result))
+    }
+    benchmark = Benchmark(engines, variants(given.sets, engines), tuple(given.sets), by_link=best)
     documents = measure({name: benchmark}, folder / f"{name}.json", given.links, given.rounds, given.reuse)[
         name
     ]

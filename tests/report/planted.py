@@ -16,8 +16,7 @@ from torch import nn
 
 from zerotune.config.knobs import Knobs
 from zerotune.records import Ledger
-from zerotune.zero import direct
-from zerotune.zero.direct import Landing
+from zerotune.zero.direct import Direct, Landing
 from zerotune.zero.engine import ZeroEngine
 from zerotune.zero.gatherer import Gatherer
 
@@ -67,11 +66,10 @@ class _Late:
         return self._work.wait(timeout)
 
 
-def _late(collective: Callable[..., Landing]) -> Callable[..., _Late]:
-    def late(group: Any, rank: int, size: int, output: torch.Tensor, *rest: Any) -> _Late:
+def _late(collective: Callable[..., Landing], size: int) -> Callable[..., _Late]:
+    def late(direct: Direct, output: torch.Tensor, *rest: Any) -> _Late:
         # The output holds no row of the rank's own.
-        elements = output.numel() // (size - 1) * size
-        return _Late(collective(group, rank, size, output, *rest), elements)
+        return _Late(collective(direct, output, *rest), output.numel() // (size - 1) * size)
 
     return late
 
@@ -100,8 +98,8 @@ def steps_ledger(rank: int, size: int, knobs: dict[str, Any], fault: str = "") -
     }  # fmt: skip
     with (
         ExitStack() as patches,
-        patch.object(direct, "all_gather", _late(direct.all_gather)),
-        patch.object(direct, "exchange", _late(direct.exchange)),
+        patch.object(Direct, "all_gather", _late(Direct.all_gather, size)),
+        patch.object(Direct, "exchange", _late(Direct.exchange, size)),
     ):
         if fault == "release never":
             _release_at_the_end(patches)

@@ -82,6 +82,7 @@ def run_rank(rank: int, size: int, spec: RunSpec) -> RankReport:
         ({}, {"activation_checkpointing": "full"}),
         ({}, {"accumulate": "local", "micro_batch_size": 1}),
         ({}, {"precision": "bf16"}),
+        ({"reduce_bucket_size": 10**9}, {"precision": "bf16"}),
     ],
 )
 def test_the_peak_is_explained_whatever_the_knobs(knobs, train) -> None:

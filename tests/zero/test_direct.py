@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -141,6 +142,101 @@ def issue_without_waiting(rank: int, size: int, carrier: str) -> None:
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_many_may_be_in_flight(carrier: str) -> None:
     run_on_ranks(2, issue_without_waiting, carrier)
+
+
+def more_than_the_kernel_holds(rank: int, size: int, carrier: str) -> None:
+    """Either rank in turn is far ahead, by more than lies in the buffers between the two."""
+    comm = Communicator(group_of(rank, size, carrier), LedgerKeeper(rank), overlap=True)
+    for late in range(size):
+        if rank == late:
+            time.sleep(0.5)
+        flying = []
+        for number in range(12):
+            received = torch.full((1_000_000,), -1.0)
+            own = torch.full((1_000_000,), value(rank, 0, number))
+            flying.append((number, received, own, comm.all_gather(received, own, "forward", ["unit"])))
+        for number, received, _, work in flying:
+            work.wait()
+            assert received.eq(value(1 - rank, 0, number)).all()
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_rank_may_be_ahead_by_more_than_the_kernel_holds(carrier: str) -> None:
+    run_on_ranks(2, more_than_the_kernel_holds, carrier)
+
+
+def hang_up(rank: int, size: int) -> str | None:
+    group = group_of(rank, size, "wires")
+    comm = Communicator(group, LedgerKeeper(rank), overlap=True)
+    if rank == 1:
+        assert group.process_group is not None
+        (wire,) = direct.direct_between(group.process_group, rank, size).wires._wires.values()
+        time.sleep(0.3)
+        wire.connection.shutdown(socket.SHUT_RDWR)
+        time.sleep(2)
+        return None
+    large = torch.zeros(5_000_000)
+    first = comm.all_gather(torch.empty_like(large), large, "forward", ["unit"])
+    with pytest.raises(CollectiveFailed) as failed:
+        first.wait()
+    with pytest.raises(CollectiveFailed):
+        comm.all_gather(torch.empty_like(large), large, "forward", ["unit"])
+    return failed.value.message
+
+
+def test_a_rank_that_hangs_up_is_noticed_at_once() -> None:
+    pool = RankPool(2)
+    try:
+        message, _ = pool.run(hang_up)
+    finally:
+        pool.close(force=True)
+    assert "during a collective (Connection closed by rank 1)" in message
+
+
+def test_strangers_are_sent_away() -> None:
+    """Of two that call, one knows the token."""
+    tokens = [bytes([rank]) * 16 for rank in range(2)]
+    listeners = []
+    for _ in tokens:
+        listeners.append(socket.create_server(("127.0.0.1", 0)))
+    known = {r: ("127.0.0.1", at.getsockname()[1], tokens[r].hex()) for r, at in enumerate(listeners)}
+    silent = socket.create_connection(known[1][:2])
+    silent.shutdown(socket.SHUT_WR)
+    guessing = socket.create_connection(known[1][:2])
+    guessing.sendall(wires._HELLO.pack(0, b"?" * 16))
+    found: list[dict[int, socket.socket]] = [{}, {}]
+    threads = [
+        threading.Thread(
+            target=wires._connect,
+            args=(listeners[r], r, tokens[r], {1 - r: known[1 - r]}, found[r]),
+        )
+        for r in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found[0].keys() == {1} and found[1].keys() == {0}
+    found[0][1].sendall(b"word")
+    assert found[1][0].recv(4) == b"word", "they are connected to each other"
+    for stranger in (silent, guessing):
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b""
+    for each in (silent, guessing, found[0][1], found[1][0], *listeners):
+        each.close()
+
+
+def by_store(rank: int, size: int, folder: str) -> tuple[str, str]:
+    """Its address by the store it is reached with, and by the interface that is named for gloo."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    with mock.patch.dict(os.environ):
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        by_store = wires._own_address(dist.PrefixStore("group", store))[1]
+    return by_store, wires._own_address(dist.FileStore(f"{folder}/store"))[1]
+
+
+def test_its_address_is_that_of_the_interface_or_of_the_way_to_the_store(tmp_path: Path) -> None:
+    assert run_on_ranks(1, by_store, str(tmp_path)) == [("127.0.0.1", "127.0.0.1")]
 
 
 def offer_after_the_end(rank: int, size: int) -> None:

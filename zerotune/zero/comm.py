@@ -22,8 +22,8 @@ are counted apart from them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -32,21 +32,9 @@ from zerotune.engine import LedgerKeeper, RankGroup
 from zerotune.engine.guard import TAG_ELEMENTS, Waitable, install_guard, waited_on_host
 from zerotune.engine.ledger import PendingCollective
 from zerotune.records import CollectiveKind
-from zerotune.zero.direct import Direct, direct_between, timeout_of
+from zerotune.zero.direct import Direct, direct_between, timeout_of, unprofiled
 
-
-@contextmanager
-def _unprofiled() -> Iterator[None]:
-    """What begins inside is no event of torch's profiler: a collective of gloo that outlives the profiler tells it of its
-    end when it is gone, which ends the process in C++ (torch 2.13)."""
-    if not torch.autograd._profiler_enabled():
-        yield
-        return
-    torch.autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch.autograd._enable_record_function(True)
+_AS_IT_IS = nullcontext()
 
 
 def _nothing() -> None:
@@ -359,7 +347,7 @@ class Communicator:
         heads: torch.Tensor | None = None,
     ) -> Work:
         if self._group.device.type != "cuda":
-            with _unprofiled():
+            with unprofiled() if self._direct is None else _AS_IT_IS:
                 work = issue()
             assert work is not None
             return self._started(lambda: self._wait_for(work, number), pending)

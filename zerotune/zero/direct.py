@@ -19,6 +19,8 @@ import atexit
 import queue
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -108,6 +110,20 @@ class _Waiter:
                 landing.works.clear()
             landing.part_landed(failure)
             del landing, failure
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """What begins inside is no event of torch's profiler: a collective of gloo that outlives the profiler tells it of its
+    end when it is gone, which ends the process in C++ (torch 2.13)."""
+    if not torch.autograd._profiler_enabled():
+        yield
+        return
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
 
 
 _DIRECT: WeakKeyDictionary[dist.ProcessGroup, Direct] = WeakKeyDictionary()
@@ -216,6 +232,7 @@ class Direct:
         tag = key % (1 << 31)  # gloo takes no more; of two that are equal it serves the first first
         width = places.shape[1]
         rows = {r: sent[r * stride : r * stride + width] for r in self._by_gloo}
-        landing.works = [group.recv([places[r - (r > self._rank)]], r, tag) for r in rows]
-        landing.works += [group.send([row], r, tag) for r, row in rows.items()]
+        with unprofiled():
+            landing.works = [group.recv([places[r - (r > self._rank)]], r, tag) for r in rows]
+            landing.works += [group.send([row], r, tag) for r, row in rows.items()]
         self._waiter.watch(landing)

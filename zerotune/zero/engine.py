@@ -42,6 +42,7 @@ from zerotune.zero.managed import ManagedParameters
 from zerotune.zero.norms import clip_factor, norm_part, norm_type_of, whole_norm
 from zerotune.zero.optimizer import (
     OptimizerFactory,
+    dividing_gradients,
     frozen_homes,
     optimizer_bytes,
     regroup,
@@ -594,7 +595,7 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         trainable = self.shards.trainable
         opening = {unit for gather in self._executor.next_opening for unit in gather.units}
         in_parts = bool(opening) and steps_in_parts(self.optimizer)
-        with self.shards.update_grads(factor) as grads:
+        with dividing_gradients(self.optimizer, factor) as left, self.shards.update_grads(left) as grads:
             pairs = [(p, g) for p, g in zip(trainable, grads, strict=True) if p.ref not in unused]
             first = [(p, g) for p, g in pairs if not in_parts or p.persistent or p.ref.unit in opening]
             rest = [(p, g) for p, g in pairs if in_parts and not p.persistent and p.ref.unit not in opening]

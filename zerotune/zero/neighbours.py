@@ -36,7 +36,7 @@ from zerotune.engine.meeting import agreed_by_both, said_by_all
 from zerotune.zero.flights import Flight, Flights, Place
 
 SWITCH = "ZEROTUNE_NEIGHBOURS"
-"""Environment variable; 0 leaves everything to gloo."""
+"""Environment variable; 0 turns it off."""
 
 _MESSAGE = struct.Struct("<BqQ")  # what, key, address
 _READY, _DONE = 0, 1

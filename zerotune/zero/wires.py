@@ -38,7 +38,7 @@ from zerotune.engine.meeting import agreed_by_both, said_by_all
 from zerotune.zero.flights import Flight, Flights, Place
 
 SWITCH = "ZEROTUNE_WIRES"
-"""Environment variable; 0 leaves everything to gloo."""
+"""Environment variable; 0 turns it off."""
 
 _HEADER = struct.Struct("<QQ")  # key, bytes that follow
 _HELLO = struct.Struct("<q16s")  # rank, token of the one that is called
@@ -225,14 +225,13 @@ class Wires:
                 if self._flights.is_idle or time.monotonic() > ends_at:
                     return
             for descriptor, events in self._poll.poll(None if ends_at is None else 0.1):
-                wire = wires.get(descriptor)
-                if wire is None:
+                if descriptor == self._woken.fileno():
                     self._woken.recv(4096)
-                    due = [(each, 0) for each in wires.values() if each.stalls_at is not None]
+                    due = [(wire, 0) for wire in wires.values() if wire.stalls_at is not None]
                 else:
-                    due = [(wire, events)]
-                for wire, events in due:
-                    if not self._attend(wire, events):
+                    due = [(wires[descriptor], events)] if descriptor in wires else []
+                for wire, what in due:
+                    if not self._attend(wire, what):
                         del wires[wire.connection.fileno()]
 
     def _attend(self, wire: _Wire, events: int) -> bool:
@@ -400,11 +399,11 @@ def _connect(
     try:
         for other, (host, port, theirs) in others.items():
             if other > rank:
-                called[other] = socket.create_connection((host, port), timeout=_MEET_S)
+                called[other] = socket.create_connection((host, port), timeout=_left(deadline))
                 called[other].sendall(_HELLO.pack(rank, bytes.fromhex(theirs)))
         due = {other for other in others if other < rank}
         while due:
-            listener.settimeout(max(0.0, deadline - time.monotonic()))
+            listener.settimeout(_left(deadline))
             caller, _ = listener.accept()
             caller.settimeout(_HELLO_S)
             other, known = _hello(caller)
@@ -415,7 +414,7 @@ def _connect(
             else:
                 caller.close()
         for other in list(called):
-            called[other].settimeout(_MEET_S)
+            called[other].settimeout(_left(deadline))
             if _hello(called[other]) == (other, token):
                 connections[other] = called.pop(other)
     finally:
@@ -423,6 +422,10 @@ def _connect(
             connection.close()
         for connection in connections.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
 
 
 def _hello(connection: socket.socket) -> tuple[int, bytes]:
