@@ -48,6 +48,7 @@ class Benchmark:
         variants: What ``zerotune:NAME`` sets, by NAME.
         sets: Further ``--set`` options, for all engines.
         by_link: Variants of one link.
+        steps: Of one measurement; fewer bring those that are compared closer together in time.
         size: Step time of the model in that of the 10.5 M one, about.
     """
 
@@ -56,10 +57,11 @@ class Benchmark:
     sets: tuple[str, ...] = ()
     size: float = 1.0
     by_link: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    steps: int = STEPS
 
     def seconds(self, links: Sequence[str], rounds: int) -> float:
         """About how long it takes."""
-        steps = (len(self.engines) + 1) * (rounds * (STEPS + 1) + _MORE_STEPS)
+        steps = (len(self.engines) + 1) * (rounds * (self.steps + 1) + _MORE_STEPS)
         return sum(_START_S + steps * self.size * _STEP_S[link] for link in links)
 
     def run(self, link: str, rounds: int) -> Document:
@@ -73,7 +75,7 @@ class Benchmark:
         ]
         command = [
             *(sys.executable, "-m", "zerotune", "bench", str(JOB), "--json"),
-            *("--engines", ",".join(engines), "--rounds", str(rounds), "--steps", str(STEPS)),
+            *("--engines", ",".join(engines), "--rounds", str(rounds), "--steps", str(self.steps)),
             *(("--address", "local") if link == "loopback" else ("--link", link)),
             *(word for name, what in variants.items() for word in ("--variant", f"{name}={what}")),
             *(word for text in self.sets for word in ("--set", text)),

@@ -15,6 +15,7 @@ import reference_search
 import torch
 from reference import (
     LINKS,
+    STEPS,
     Benchmark,
     Document,
     errors,
@@ -154,6 +155,7 @@ def main() -> None:
     options.add_argument("--name", default="gpt-10m")
     options.add_argument("--engines", default=",".join(ENGINES), help="some of them")
     options.add_argument("--set", action="append", default=[], dest="sets")
+    options.add_argument("--steps", type=int, default=STEPS, help="of one measurement")
     given = options.parse_args()
     folder, name = given.folder, given.name
     engines = tuple(given.engines.split(","))
@@ -163,7 +165,9 @@ def main() -> None:
         for link, result in found.items()
         if (setting := reference_search.best_setting(result))
     }
-    benchmark = Benchmark(engines, variants(given.sets, engines), tuple(given.sets), by_link=best)
+    benchmark = Benchmark(
+        engines, variants(given.sets, engines), tuple(given.sets), by_link=best, steps=given.steps
+    )
     documents = measure({name: benchmark}, folder / f"{name}.json", given.links, given.rounds, given.reuse)[
         name
     ]

@@ -14,6 +14,7 @@ from tests.ranks import run_on_ranks
 from zerotune.config.errors import UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.zero.elementwise import refuse_unless_elementwise
+from zerotune.zero.optimizer import dividing_gradients
 
 TOLERANCE = 1e-5
 STEPS = 4
@@ -150,6 +151,40 @@ def test_every_elementwise_optimizer_equals_the_plain_process(ranks: int) -> Non
         for label, state, want in zip(labels, states, expected, strict=True):
             for key, value in want.items():
                 assert torch.allclose(state[key], value, rtol=1e-5, atol=TOLERANCE), (label, key)
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad])
+def test_a_fused_optimizer_multiplies_gradients_as_it_reads_them(kind: Any) -> None:
+    factor = 0.37
+    found = []
+    for fused in (True, False):
+        torch.manual_seed(3)
+        params = [nn.Parameter(torch.randn(33)) for _ in range(2)]
+        optimizer = kind([{"params": params[:1], "lr": 0.1}, {"params": params[1:]}], lr=0.01, fused=fused)
+        for _ in range(3):
+            with dividing_gradients(optimizer, factor) as left:
+                assert left == (1.0 if fused else factor)
+                for param in params:
+                    param.grad = torch.randn(33) * left
+                optimizer.step()
+            assert not hasattr(optimizer, "grad_scale")
+        found.append(params)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_gradients_are_multiplied_first_where_somebody_else_would_see_them() -> None:
+    def left(optimizer: optim.Optimizer, factor: float = 0.5) -> float:
+        with dividing_gradients(optimizer, factor) as left:
+            return left
+
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    fused = optim.AdamW(params, fused=True)
+    assert left(fused) == 1.0
+    assert [left(fused, factor) for factor in (0.0, 1.0, math.inf)] == [0.0, 1.0, math.inf]
+    in_part = optim.AdamW([{"params": params[:1]}, {"params": params[1:], "fused": False}], fused=True)
+    assert left(in_part) == 0.5
+    fused.register_step_pre_hook(lambda *_: None)
+    assert left(fused) == 0.5
 
 
 def test_parameter_groups_at_every_stage() -> None:

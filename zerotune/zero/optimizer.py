@@ -165,8 +165,9 @@ def dividing_gradients(optimizer: torch.optim.Optimizer, factor: float) -> Itera
     Yields:
         What is left to multiply them by first.
     """
-    can = getattr(optimizer, "_step_supports_amp_scaling", False) and steps_in_parts(optimizer)
-    if not can or factor == 1.0 or not 0.0 < factor < math.inf or hasattr(optimizer, "grad_scale"):
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    can = is_fused and getattr(optimizer, "_step_supports_amp_scaling", False) and steps_in_parts(optimizer)
+    if not can or factor == 1.0 or not 0.0 < factor < math.inf:
         yield factor
         return
     device = optimizer.param_groups[0]["params"][0].device
