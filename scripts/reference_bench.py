@@ -85,7 +85,17 @@ def table(name: str, documents: dict[str, Document]) -> str:
         "",
         *head(["", *(LINKS[link] for link in documents)]),
         *(row([what, *(each.get(what, "") for each in compared)]) for what in compared[0]),
+        "",
+        "For every setting of a peer, the fastest of ours that takes no more memory, over it.",
+        "",
+        *head(["peer", *(LINKS[link] for link in documents)]),
     ]
+    peers = [
+        engine
+        for engine, figures in engines.items()
+        if not engine.startswith("zerotune") and figures["peak_memory_bytes"]
+    ]
+    lines += [row([peer, *(_no_larger(document, peer) for document in documents.values())]) for peer in peers]
     return "\n".join(lines) + "\n"
 
 
@@ -114,6 +124,23 @@ def comparisons(document: Document) -> dict[str, str]:
         for what, (mine, theirs) in asked.items()
     }
     return shown | {"defaults / own limit": ratio(document["ratios"]["zerotune/limit"])}
+
+
+def _no_larger(document: Document, peer: str) -> str:
+    """The fastest of our engines whose peak is not above a peer's, over it."""
+    engines = document["engines"]
+    if peer not in engines:
+        return ""
+    ours = [
+        name
+        for name, figures in engines.items()
+        if name.startswith("zerotune") and figures["peak_memory_bytes"] <= engines[peer]["peak_memory_bytes"]
+    ]
+    if not ours:
+        return "none"
+    best = min(ours, key=lambda name: median(engines[name]["round_times_s"]))
+    over = paired_ratio(engines[best]["round_times_s"], engines[peer]["round_times_s"])
+    return f"`{best}`: {_shown(over)}"
 
 
 def _shown(interval: Interval) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
@@ -24,16 +25,21 @@ from zerotune.engine import LedgerKeeper, RankGroup, slots
 from zerotune.engine.guard import CollectiveFailed
 from zerotune.zero import direct, neighbours, wires
 from zerotune.zero.comm import Communicator
+from zerotune.zero.flights import Place
 
 
 def value(sender: int, receiver: int, number: int) -> float:
     return 100.0 * number + 10.0 * sender + receiver
 
 
+def switches(carrier: str) -> dict[str, str]:
+    """What leaves all that can go by a carrier to it."""
+    return {neighbours.SWITCH: str(int(carrier == "neighbours")), wires.SWITCH: str(int(carrier != "gloo"))}
+
+
 def group_of(rank: int, size: int, carrier: str, **options: Any) -> RankGroup:
     """A new group whose ranks reach one another as neighbours, over wires, or by gloo."""
-    switches = {neighbours.SWITCH: carrier == "neighbours", wires.SWITCH: carrier != "gloo"}
-    with mock.patch.dict(os.environ, {switch: str(int(is_on)) for switch, is_on in switches.items()}):
+    with mock.patch.dict(os.environ, switches(carrier)):
         process_group = dist.new_group(backend="gloo", **options)
         found = direct.direct_between(process_group, rank, size)
     others = set(range(size)) - {rank}
@@ -165,95 +171,175 @@ def test_a_rank_may_be_ahead_by_more_than_the_kernel_holds(carrier: str) -> None
     run_on_ranks(2, more_than_the_kernel_holds, carrier)
 
 
-def hang_up(rank: int, size: int) -> str | None:
+def hang_up(rank: int, size: int) -> tuple[str, float]:
     group = group_of(rank, size, "wires")
     comm = Communicator(group, LedgerKeeper(rank), overlap=True)
+    assert group.process_group is not None
+    found = direct.direct_between(group.process_group, rank, size).wires
+    large = torch.zeros(5_000_000)
     if rank == 1:
-        assert group.process_group is not None
-        (wire,) = direct.direct_between(group.process_group, rank, size).wires._wires.values()
+        (wire,) = found._wires.values()
         time.sleep(0.3)
         wire.connection.shutdown(socket.SHUT_RDWR)
         time.sleep(2)
-        return None
-    large = torch.zeros(5_000_000)
-    first = comm.all_gather(torch.empty_like(large), large, "forward", ["unit"])
+        return "", 0.0
+    started = time.monotonic()
+    work = comm.all_gather(torch.empty_like(large), large, "forward", ["unit"])
     with pytest.raises(CollectiveFailed) as failed:
-        first.wait()
-    with pytest.raises(CollectiveFailed):
-        comm.all_gather(torch.empty_like(large), large, "forward", ["unit"])
-    return failed.value.message
+        work.wait()
+    seconds = time.monotonic() - started
+    landed: list[BaseException | None] = []
+    found.exchange(1, {1: large.data_ptr()}, {1: Place(large.data_ptr(), 8)}, (large,), landed.append)
+    assert len(landed) == 1 and isinstance(landed[0], RuntimeError), "it would be waited for in vain"
+    return failed.value.message, seconds
 
 
 def test_a_rank_that_hangs_up_is_noticed_at_once() -> None:
     pool = RankPool(2)
     try:
-        message, _ = pool.run(hang_up)
+        (message, seconds), _ = pool.run(hang_up)
     finally:
         pool.close(force=True)
     assert "during a collective (Connection closed by rank 1)" in message
+    assert seconds < 10, "far below the group's time-out"
+
+
+def some_wires(rank: int, size: int) -> None:
+    """Rank 1 cannot be called, as if a wall stood before it."""
+    refuse = wires._call
+
+    def call(rank: int, known: Any) -> Any:
+        return refuse(
+            rank, {other: each._replace(port=1) if other == 1 else each for other, each in known.items()}
+        )
+
+    switches = {neighbours.SWITCH: "0", wires.SWITCH: "1"}
+    started = time.monotonic()
+    with mock.patch.dict(os.environ, switches), mock.patch.object(wires, "_call", call):
+        process_group = dist.new_group(backend="gloo")
+        found = direct.direct_between(process_group, rank, size)
+    assert time.monotonic() - started < 20, "nobody waits for a call that does not come"
+    assert set(found.wires.ranks) == {0: {2}, 1: {2}, 2: {0, 1}}[rank]
+    assert found._by_gloo == {0: [1], 1: [0], 2: []}[rank]
+    comm = Communicator(RankGroup(process_group, rank, size, torch.device("cpu")), LedgerKeeper(rank), True)
+    for number in range(4):
+        own = torch.full((1000,), value(rank, 0, number))
+        received = torch.empty(2 * 1000)
+        comm.all_gather(received, own, "forward", ["unit"]).wait()
+        for sender, row in enumerate(comm.rows_in_order(received, own)):
+            assert torch.equal(row, torch.full((1000,), value(sender, 0, number)))
+
+
+def test_whom_no_wire_reaches_gloo_does() -> None:
+    run_on_ranks(3, some_wires)
+
+
+def groups_side_by_side(rank: int, size: int, carrier: str) -> None:
+    """Two groups at once, and one after they are gone."""
+    for turn in range(2):
+        groups = [group_of(rank, size, carrier) for _ in range(2)]
+        comms = [Communicator(group, LedgerKeeper(rank), overlap=True) for group in groups]
+        flying = []
+        for number in range(6):
+            own = torch.full((1000,), value(rank, 0, number) + turn)
+            received = torch.empty(1000)
+            flying.append(
+                (number, received, own, comms[number % 2].all_gather(received, own, "forward", ["u"]))
+            )
+        for number, received, _, work in flying:
+            work.wait()
+            assert received.eq(value(1 - rank, 0, number) + turn).all()
+        for group in groups:
+            dist.destroy_process_group(group.process_group)
+        del groups, comms, group
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_groups_do_not_disturb_one_another(carrier: str) -> None:
+    run_on_ranks(2, groups_side_by_side, carrier)
 
 
 def test_strangers_are_sent_away() -> None:
-    """Of two that call, one knows the token."""
+    """Of four that call, one knows the token."""
     tokens = [bytes([rank]) * 16 for rank in range(2)]
-    listeners = []
-    for _ in tokens:
-        listeners.append(socket.create_server(("127.0.0.1", 0)))
-    known = {r: ("127.0.0.1", at.getsockname()[1], tokens[r].hex()) for r, at in enumerate(listeners)}
-    silent = socket.create_connection(known[1][:2])
-    silent.shutdown(socket.SHUT_WR)
-    guessing = socket.create_connection(known[1][:2])
-    guessing.sendall(wires._HELLO.pack(0, b"?" * 16))
-    found: list[dict[int, socket.socket]] = [{}, {}]
-    threads = [
-        threading.Thread(
-            target=wires._connect,
-            args=(listeners[r], r, tokens[r], {1 - r: known[1 - r]}, found[r]),
-        )
-        for r in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert found[0].keys() == {1} and found[1].keys() == {0}
-    found[0][1].sendall(b"word")
-    assert found[1][0].recv(4) == b"word", "they are connected to each other"
-    for stranger in (silent, guessing):
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()[:2]
+    known = [wires._Called("127.0.0.1", address[1], token.hex()) for token in tokens]
+    strangers = [socket.create_connection(address) for _ in range(3)]
+    strangers[0].shutdown(socket.SHUT_WR)
+    strangers[1].sendall(wires._HELLO.pack(0, b"?" * 16))
+    strangers[2].sendall(b"half a word")
+    called = wires._call(0, {1: known[1]})
+    answered: dict[int, socket.socket] = {}
+    with mock.patch.object(wires, "_HELLO_S", 0.5):
+        wires._answer(listener, 1, tokens[1], {0}, {0: known[0]}, answered)
+    heard: dict[int, socket.socket] = {}
+    wires._hear_answers(called, tokens[0], heard)
+    assert heard.keys() == {1} and answered.keys() == {0}
+    heard[1].sendall(b"word")
+    assert answered[0].recv(4) == b"word", "they are connected to each other"
+    for stranger in strangers:
         stranger.settimeout(5)
-        assert stranger.recv(1) == b""
-    for each in (silent, guessing, found[0][1], found[1][0], *listeners):
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    for each in (*strangers, heard[1], answered[0], listener):
         each.close()
 
 
-def by_store(rank: int, size: int, folder: str) -> tuple[str, str]:
-    """Its address by the store it is reached with, and by the interface that is named for gloo."""
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    with mock.patch.dict(os.environ):
-        del os.environ["GLOO_SOCKET_IFNAME"]
-        by_store = wires._own_address(dist.PrefixStore("group", store))[1]
-    return by_store, wires._own_address(dist.FileStore(f"{folder}/store"))[1]
+def test_who_answers_with_another_token_is_not_met() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(wires._HELLO.pack(1, b"?" * 16))
+    heard: dict[int, socket.socket] = {}
+    wires._hear_answers({1: ours}, b"!" * 16, heard)
+    assert not heard and theirs.recv(1) == b""
+    theirs.close()
 
 
-def test_its_address_is_that_of_the_interface_or_of_the_way_to_the_store(tmp_path: Path) -> None:
-    assert run_on_ranks(1, by_store, str(tmp_path)) == [("127.0.0.1", "127.0.0.1")]
+@pytest.mark.parametrize(
+    ("named", "is_one_host", "first"),
+    [
+        ("", True, "127.0.0.1"),
+        ("", False, "192.0.2.7"),
+        ("eth7", False, "192.0.2.7"),
+        ("lo", True, "127.0.0.1"),
+        ("none", True, "127.0.0.1"),
+    ],
+)
+def test_an_address_that_others_can_call(named: str, is_one_host: bool, first: str) -> None:
+    """Its own name leads to its loopback, as on Debian; ranks of other hosts have a loopback of their own."""
+
+    def address(text: str) -> Any:
+        return mock.Mock(family=socket.AF_INET, address=text)
+
+    interfaces = {"lo": [address("127.0.0.1")], "eth7": [address("192.0.2.7")]}
+    with (
+        mock.patch.object(wires.psutil, "net_if_addrs", lambda: interfaces),
+        mock.patch.object(socket, "gethostname", lambda: "localhost"),
+        mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": named, "MASTER_ADDR": "127.0.0.1"}),
+    ):
+        found = list(wires.own_addresses(dist.HashStore(), is_one_host))
+    assert found[0] == (socket.AF_INET, first)
+    assert is_one_host or (socket.AF_INET, "127.0.0.1") not in found
 
 
-def offer_after_the_end(rank: int, size: int) -> None:
-    process_group = group_of(rank, size, "neighbours").process_group
+def offer_after_the_end(rank: int, size: int, carrier: str) -> None:
+    process_group = group_of(rank, size, carrier).process_group
     assert process_group is not None
-    found = direct.direct_between(process_group, rank, size).neighbours
+    found = getattr(direct.direct_between(process_group, rank, size), carrier)
     dist.barrier()
+    before = {thread for thread in threading.enumerate() if thread.name == carrier}
     found.end()
-    for thread in [thread for thread in threading.enumerate() if thread.name == "neighbours"]:
+    for thread in before:
         thread.join(2)  # the session's own go on
+    row = torch.zeros(2)
     landed: list[BaseException | None] = []
-    found.exchange(1, {}, {1 - rank: neighbours.Place(0, 8)}, (), landed.append)
+    found.exchange(1, {1 - rank: row.data_ptr()}, {1 - rank: Place(row.data_ptr(), 8)}, (row,), landed.append)
     assert len(landed) == 1 and isinstance(landed[0], RuntimeError), "it would be waited for in vain"
 
 
-def test_what_is_offered_after_the_end_fails_at_once() -> None:
-    run_on_ranks(2, offer_after_the_end)
+@pytest.mark.parametrize("carrier", ["neighbours", "wires"])
+def test_what_is_offered_after_the_end_fails_at_once(carrier: str) -> None:
+    run_on_ranks(2, offer_after_the_end, carrier)
 
 
 def never_come(rank: int, size: int, carrier: str) -> float:
@@ -305,7 +391,8 @@ def test_a_single_rank_has_its_own_row_alone() -> None:
     run_on_ranks(1, parts_of_one)
 
 
-def test_a_loop_that_ends_with_gathers_in_flight_ends_in_peace() -> None:
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_loop_that_ends_with_gathers_in_flight_ends_in_peace(carrier: str) -> None:
     """Processes of their own, to their very end: what `step()` began for a next step is still on its way."""
     loop = Path(__file__).parents[2] / "examples" / "own_loop.py"
     command = [
@@ -317,6 +404,13 @@ def test_a_loop_that_ends_with_gathers_in_flight_ends_in_peace() -> None:
         "--standalone",
         str(loop),
     ]
-    for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    for _ in range(2):
+        done = subprocess.run(
+            command,
+            env=os.environ | switches(carrier),
+            capture_output=True,
+            text=True,
+            timeout=170,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr[-2000:]

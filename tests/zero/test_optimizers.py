@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.ranks import run_on_ranks
 from zerotune.config.errors import UsageError
@@ -180,9 +181,15 @@ def test_gradients_are_multiplied_first_where_somebody_else_would_see_them() -> 
     params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     fused = optim.AdamW(params, fused=True)
     assert left(fused) == 1.0
-    assert [left(fused, factor) for factor in (0.0, 1.0, math.inf)] == [0.0, 1.0, math.inf]
+    assert [left(fused, factor) for factor in (0.0, 1.0, 1e-39, math.inf)] == [0.0, 1.0, 1e-39, math.inf]
+    first_is_frozen = optim.AdamW([{"params": params[:1]}, {"params": params[1:]}], fused=True)
+    first_is_frozen.param_groups[0]["params"] = []
+    assert left(first_is_frozen) == 1.0
     in_part = optim.AdamW([{"params": params[:1]}, {"params": params[1:], "fused": False}], fused=True)
     assert left(in_part) == 0.5
+    for_all = register_optimizer_step_pre_hook(lambda *_: None)
+    assert left(fused) == 0.5
+    for_all.remove()
     fused.register_step_pre_hook(lambda *_: None)
     assert left(fused) == 0.5
 

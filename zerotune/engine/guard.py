@@ -6,7 +6,7 @@ differ before its collective can do harm: gloo's own gathers of unequal size end
 equal size mix silently. Whoever came first waits, and looks at the slots while it waits.
 
 Ranks of other nodes are told through the process group's store, and only when something has gone on for long or has
-gone wrong. Between nodes, sends and receives of gloo are matched by what was announced (:meth:`CollectiveGuard.key`), and
+gone wrong. On CPU the two ends of every row are matched by what was announced (:meth:`CollectiveGuard.key`), and
 what NCCL gathers carries a tag (:meth:`CollectiveGuard.stamp`) that is compared on the device.
 
 A slow rank is not a diverged one: the error is raised when slots prove that ranks ran different collectives under one

@@ -319,10 +319,10 @@ def _host() -> str | None:
 def _meet(store: dist.Store, rank: int, size: int) -> dict[int, _Peer]:
     """Find the ranks that can be read from and that can read from here, and connect to them."""
     token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) if hasattr(socket, "AF_UNIX") else None
+    host, name = _host(), f"zerotune-{os.getpid()}-{secrets.token_hex(8)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) if host is not None else None
     try:
-        host, name = _host(), f"zerotune-{os.getpid()}-{secrets.token_hex(8)}"
-        if listener is not None and host is not None:
+        if listener is not None:
             listener.bind("\0" + name)
             listener.listen(size)
             listener.settimeout(_MEET_S)

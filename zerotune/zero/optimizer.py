@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zerotune.config.errors import UsageError
 from zerotune.schedule import ParamRef
@@ -148,6 +149,8 @@ def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
         type(optimizer).__module__.startswith("torch.optim.")
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
     )
 
 
@@ -167,11 +170,13 @@ def dividing_gradients(optimizer: torch.optim.Optimizer, factor: float) -> Itera
     """
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     can = is_fused and getattr(optimizer, "_step_supports_amp_scaling", False) and steps_in_parts(optimizer)
-    if not can or factor == 1.0 or not 0.0 < factor < math.inf:
+    device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
+    is_usable = factor != 1.0 and 0.0 < factor < math.inf and 1.0 / factor <= torch.finfo(torch.float32).max
+    if not can or device is None or not is_usable:
         yield factor
         return
-    device = optimizer.param_groups[0]["params"][0].device
-    optimizer.grad_scale = torch.full((), 1.0 / factor, device=device)  # type: ignore[attr-defined]
+    scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
+    optimizer.grad_scale = scale  # type: ignore[attr-defined]
     try:
         yield 1.0
     finally:

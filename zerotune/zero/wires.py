@@ -18,6 +18,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import ipaddress
+import logging
 import os
 import secrets
 import select
@@ -26,22 +28,26 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from zerotune.engine import slots
 from zerotune.engine.meeting import agreed_by_both, said_by_all
 from zerotune.zero.flights import Flight, Flights, Place
+
+logger = logging.getLogger(__name__)
 
 SWITCH = "ZEROTUNE_WIRES"
 """Environment variable; 0 turns it off."""
 
 _HEADER = struct.Struct("<QQ")  # key, bytes that follow
-_HELLO = struct.Struct("<q16s")  # rank, token of the one that is called
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<q{_TOKEN_BYTES}s")  # rank, token of the one that is called
 _WAKE_BYTES = 512 * 1024
 """Of a row, so many arrive before the thread is woken: small enough to be in the cache when they are copied."""
 
@@ -61,7 +67,11 @@ class _Row(NamedTuple):
 
 @dataclass(eq=False)
 class _Wire:
-    """The connection to one rank. What is sent is changed under ``lock``; what is received, by the thread alone."""
+    """The connection to one rank.
+
+    What is sent is changed under ``lock``; what is received, by the thread alone. ``stalls_at`` is changed under the
+    flights' lock, for whoever begins the collective that it names.
+    """
 
     rank: int
     connection: socket.socket
@@ -162,7 +172,6 @@ class Wires:
 
     def _send(self, wire: _Wire, row: _Row | None = None) -> None:
         """Send what the kernel takes, after what is waiting; the thread sends the rest."""
-        sent: list[_Row] = []
         with wire.lock:
             if row is not None:
                 wire.outgoing.append(row)
@@ -175,18 +184,23 @@ class Wires:
                 except OSError:
                     wire.is_gone = True
                     break
+                except BaseException:  # Ctrl-C: nobody knows how much has been sent
+                    wire.is_gone = True
+                    with contextlib.suppress(OSError):
+                        wire.connection.shutdown(socket.SHUT_RDWR)
+                    raise
                 while first.parts and count >= len(first.parts[0]):
                     count -= len(first.parts.pop(0))
                 if first.parts:
                     first.parts[0] = first.parts[0][count:]
                 else:
-                    sent.append(wire.outgoing.popleft())
+                    # With the lock: the other may have what it waits for, and hang up.
+                    gone = wire.outgoing.popleft()
+                    self._flights.row_left(gone.key, gone.flight, wire.rank)
             if bool(wire.outgoing) != wire.is_sending:
                 wire.is_sending = not wire.is_sending
                 self._watch(wire)
             is_gone = wire.is_gone
-        for gone in sent:
-            self._flights.row_left(gone.key, gone.flight, wire.rank)
         if is_gone:
             self._flights.lose(wire.rank)
 
@@ -212,7 +226,9 @@ class Wires:
         finally:
             self._flights.close(error)
             for wire in self._wires.values():
-                wire.connection.close()
+                with wire.lock:
+                    wire.is_gone = True
+                    wire.connection.close()
             for each in (self._poll, self._woken, self._waker):
                 each.close()
 
@@ -242,7 +258,8 @@ class Wires:
             self._send(wire)
         if is_there and not hangs_up and not wire.is_gone:
             return True
-        wire.is_gone = True
+        with wire.lock:
+            wire.is_gone = True
         self._poll.unregister(wire.connection)
         self._flights.lose(wire.rank)
         return False
@@ -295,7 +312,8 @@ class Wires:
     def _wake_at(self, wire: _Wire, count: int) -> None:
         if wire.wakes_at != count:
             wire.wakes_at = count
-            wire.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            with contextlib.suppress(OSError):  # then it is woken more often
+                wire.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     # ---------------------------------------------------------------------------------------------------- the end
 
@@ -315,57 +333,95 @@ class Wires:
 
 def _meet(store: dist.Store, rank: int, size: int, near: Collection[int]) -> dict[int, socket.socket]:
     """Connect to every rank that is not near and that can be reached."""
-    token = secrets.token_bytes(16)
-    listener = _listener(store, size) if len(near) < size - 1 else None
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    nodes = said_by_all(store, "wires/nodes", rank, size, slots.this_node())
+    listener = _listener(store, size, len(set(nodes)) == 1) if len(near) < size - 1 else None
     try:
         mine = None if listener is None else [*listener.getsockname()[:2], token.hex()]
         everyone = said_by_all(store, "wires", rank, size, mine)
+        far = {other: everyone[other] for other in range(size) if other != rank and other not in near}
+        known = {other: _Called(*theirs) for other, theirs in far.items() if theirs and listener is not None}
+        called = _call(rank, known)
+        callers = said_by_all(store, "wires/called", rank, size, list(called))
+        due = {other for other in known if other < rank and rank in callers[other]}
         connections: dict[int, socket.socket] = {}
         if listener is not None:
-            far = [other for other in range(size) if other != rank and other not in near and everyone[other]]
             with contextlib.suppress(OSError):
-                _connect(listener, rank, token, {other: everyone[other] for other in far}, connections)
+                _answer(listener, rank, token, due, known, connections)
+            _hear_answers(called, token, connections)
         met = agreed_by_both(store, "wires/met", rank, size, list(connections))
         for other in connections.keys() - set(met):
             connections.pop(other).close()
+        for connection in connections.values():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if known.keys() - connections.keys():
+            logger.info("ranks %s are reached by gloo alone", sorted(known.keys() - connections.keys()))
         return connections
     finally:
         if listener is not None:
             listener.close()
 
 
-def _listener(store: dist.Store, size: int) -> socket.socket | None:
+class _Called(NamedTuple):
+    """Where a rank can be called, and what it knows its callers by."""
+
+    host: str
+    port: int
+    token: str
+
+
+def _listener(store: dist.Store, size: int, is_one_host: bool) -> socket.socket | None:
     """Where this rank can be called; ``None`` where it cannot."""
     if os.environ.get(SWITCH) == "0" or not hasattr(select, "epoll"):
         return None
-    with contextlib.suppress(OSError):
-        family, address = _own_address(store)
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.bind((address, 0))
-            listener.listen(size)
-        except OSError:
-            listener.close()
-            raise
-        return listener
+    for family, address in own_addresses(store, is_one_host):
+        with contextlib.suppress(OSError):
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                listener.bind((address, 0))
+                listener.listen(size)
+            except OSError:
+                listener.close()
+                raise
+            return listener
     return None
 
 
-def _own_address(store: dist.Store) -> tuple[socket.AddressFamily, str]:
-    """The address of gloo's interface if one is named; that by which the store is reached; or that of this host's name.
+def own_addresses(store: dist.Store, is_one_host: bool) -> Iterator[tuple[socket.AddressFamily, str]]:
+    """Addresses of this host, the best first.
 
-    Raises:
-        OSError: There is none.
+    That of the interface that is named for gloo; that by which the store is reached, or this host's own name; any other.
+    Other hosts have a loopback of their own, so it serves ranks of one host alone.
+
+    Args:
+        store: The group's.
+        is_one_host: Whether all ranks are on this one.
     """
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for each in psutil.net_if_addrs().get(named, ()):
-            if each.family == family and not each.address.startswith("fe80"):
-                return family, each.address
-    host = _host_of(store) or os.environ.get("MASTER_ADDR") or socket.gethostname()
-    family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    interfaces = psutil.net_if_addrs()
+    families = (socket.AF_INET, socket.AF_INET6)
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+        named = sorted(interfaces.get(name, ()), key=lambda each: each.family != socket.AF_INET)
+        yield from ((each.family, each.address) for each in named if each.family in families)
+    found = []
+    for host in (_host_of(store), os.environ.get("MASTER_ADDR"), socket.gethostname()):
+        if host:
+            with contextlib.suppress(OSError):
+                found += [_way_to(*each) for each in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)]
+    found += [
+        (each.family, each.address)
+        for all_of in interfaces.values()
+        for each in all_of
+        if each.family in families
+    ]
+    for family, address in found:
+        if is_one_host or not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            yield family, address
+
+
+def _way_to(family: int, kind: int, protocol: int, _: str, target: Any) -> tuple[socket.AddressFamily, str]:
+    """The address that this host has on the way to another; sends nothing."""
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # sends nothing
+        probe.connect(target)
         return socket.AddressFamily(family), probe.getsockname()[0]
 
 
@@ -375,64 +431,82 @@ def _host_of(store: dist.Store) -> str | None:
     return store.host if isinstance(store, dist.TCPStore) else None
 
 
-def _connect(
+def _call(rank: int, known: Mapping[int, _Called]) -> dict[int, socket.socket]:
+    """Call the higher ranks, all of which listen, and say who calls; those that cannot be reached are left out."""
+    called: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + _MEET_S
+    for other, (host, port, token) in known.items():
+        if other > rank:
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection((host, port), timeout=_left(deadline))
+                connection.sendall(_HELLO.pack(rank, bytes.fromhex(token)))
+                called[other] = connection
+    return called
+
+
+def _answer(
     listener: socket.socket,
     rank: int,
     token: bytes,
-    others: Mapping[int, tuple[str, int, str]],
+    due: Collection[int],
+    known: Mapping[int, _Called],
     connections: dict[int, socket.socket],
 ) -> None:
-    """Call the higher ranks, be called by the lower ones; strangers, who do not know the token, are sent away.
+    """Be called by lower ranks; strangers, who do not know the token, are sent away.
 
     Args:
         listener: Where this rank is called.
         rank: This rank.
         token: Who calls it must know.
-        others: Address, port and token of every rank that is to be met.
-        connections: Receives those that are.
+        due: Who has called.
+        known: What they know their callers by.
+        connections: Receives those that are met.
 
     Raises:
-        OSError: Somebody cannot be reached, or did not call in time.
+        OSError: Somebody's call has not come in time.
     """
-    called: dict[int, socket.socket] = {}
     deadline = time.monotonic() + _MEET_S
-    try:
-        for other, (host, port, theirs) in others.items():
-            if other > rank:
-                called[other] = socket.create_connection((host, port), timeout=_left(deadline))
-                called[other].sendall(_HELLO.pack(rank, bytes.fromhex(theirs)))
-        due = {other for other in others if other < rank}
-        while due:
-            listener.settimeout(_left(deadline))
-            caller, _ = listener.accept()
+    waiting = set(due)
+    while waiting:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        listener.settimeout(_left(deadline))
+        caller, _ = listener.accept()
+        other, word = _hello(caller, min(deadline, time.monotonic() + _HELLO_S))
+        if other in waiting and secrets.compare_digest(word, token):
             caller.settimeout(_HELLO_S)
-            other, known = _hello(caller)
-            if other in due and secrets.compare_digest(known, token):
-                caller.sendall(_HELLO.pack(rank, bytes.fromhex(others[other][2])))
-                connections[other] = caller
-                due.remove(other)
-            else:
-                caller.close()
-        for other in list(called):
-            called[other].settimeout(_left(deadline))
-            if _hello(called[other]) == (other, token):
-                connections[other] = called.pop(other)
-    finally:
-        for connection in called.values():
+            caller.sendall(_HELLO.pack(rank, bytes.fromhex(known[other].token)))
+            connections[other] = caller
+            waiting.remove(other)
+        else:
+            caller.close()
+
+
+def _hear_answers(
+    called: Mapping[int, socket.socket], token: bytes, connections: dict[int, socket.socket]
+) -> None:
+    """Whoever was called knows this rank's token."""
+    deadline = time.monotonic() + _MEET_S
+    for other, connection in called.items():
+        if _hello(connection, deadline) == (other, token):
+            connections[other] = connection
+        else:
             connection.close()
-        for connection in connections.values():
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
 
 
-def _hello(connection: socket.socket) -> tuple[int, bytes]:
+def _hello(connection: socket.socket, deadline: float) -> tuple[int, bytes]:
     """Rank and token that the other end gives; of a stranger, anything."""
     given = b""
     try:
-        while len(given) < _HELLO.size and (more := connection.recv(_HELLO.size - len(given))):
+        while len(given) < _HELLO.size and time.monotonic() < deadline:
+            connection.settimeout(_left(deadline))
+            more = connection.recv(_HELLO.size - len(given))
+            if not more:
+                break
             given += more
     except OSError:
         return -1, b""
