@@ -63,15 +63,13 @@ TURNS = (
     Turn("stage", "2", ("sent -", "collectives -", "peak +")),
     Turn("stage", "0", ("peak +",)),
     Turn("unit_size", "200k", ("collectives +", "sent ="), ("zero.allgather_bucket_size=200k",)),
-    Turn(
-        "allgather_bucket_size", str(4 * BLOCK), ("collectives -", "sent ="), (f"zero.prefetch_distance={4 * BLOCK}",)
-    ),
+    Turn("allgather_bucket_size", str(4 * BLOCK), ("collectives -", "sent =")),
     Turn("prefetch_distance", "0", ("sent =", "hidden gathers -", "exposed gathers +", "time +")),
-    Turn("prefetch_distance", str(4 * BLOCK), ("sent -", "hidden gathers +", "live +")),
+    Turn("prefetch_distance", str(8 * BLOCK), ("hidden gathers +", "live +")),
     Turn("param_persistence_threshold", "300k", ("sent -", "collectives -", "peak +")),
     Turn("release", "keep", ("sent -", "collectives -", "exposed gathers -", "live +", "peak +", "time -")),
     Turn(
-        "max_reuse_distance", str(4 * BLOCK), ("sent -", "collectives -", "live +"),
+        "max_reuse_distance", str(12 * BLOCK), ("sent -", "collectives -", "live +"),
         ("zero.release=reuse", "zero.max_reuse_distance=0"),
     ),
     Turn(
@@ -96,7 +94,7 @@ def benchmark() -> Benchmark:
         raise SystemExit(f"no turn of {', '.join(sorted(unturned))}: say what it promises in TURNS")
     variants = {turn.base: ",".join(turn.beside) for turn in TURNS if turn.beside}
     variants |= {turn.name: turn.sets for turn in TURNS}
-    return Benchmark((DEFAULTS, *(f"zerotune:{name}" for name in variants)), variants)
+    return Benchmark((DEFAULTS, *(f"zerotune:{name}" for name in variants)), variants, steps=1)
 
 
 # ---------------------------------------------------------------------------------------------- figures and promises

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import random
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from tests.ranks import RankPool, run_on_ranks
 from zerotune.engine import LedgerKeeper, RankGroup, slots
 from zerotune.engine.guard import CollectiveFailed
-from zerotune.zero import direct, neighbours, wires
+from zerotune.zero import direct, neighbours, wiring
 from zerotune.zero.comm import Communicator
 from zerotune.zero.flights import Place
 
@@ -34,7 +33,7 @@ def value(sender: int, receiver: int, number: int) -> float:
 
 def switches(carrier: str) -> dict[str, str]:
     """What leaves all that can go by a carrier to it."""
-    return {neighbours.SWITCH: str(int(carrier == "neighbours")), wires.SWITCH: str(int(carrier != "gloo"))}
+    return {neighbours.SWITCH: str(int(carrier == "neighbours")), wiring.SWITCH: str(int(carrier != "gloo"))}
 
 
 def group_of(rank: int, size: int, carrier: str, **options: Any) -> RankGroup:
@@ -206,16 +205,16 @@ def test_a_rank_that_hangs_up_is_noticed_at_once() -> None:
 
 def some_wires(rank: int, size: int) -> None:
     """Rank 1 cannot be called, as if a wall stood before it."""
-    refuse = wires._call
+    refuse = wiring.call
 
     def call(rank: int, known: Any) -> Any:
         return refuse(
             rank, {other: each._replace(port=1) if other == 1 else each for other, each in known.items()}
         )
 
-    switches = {neighbours.SWITCH: "0", wires.SWITCH: "1"}
+    switches = {neighbours.SWITCH: "0", wiring.SWITCH: "1"}
     started = time.monotonic()
-    with mock.patch.dict(os.environ, switches), mock.patch.object(wires, "_call", call):
+    with mock.patch.dict(os.environ, switches), mock.patch.object(wiring, "call", call):
         process_group = dist.new_group(backend="gloo")
         found = direct.direct_between(process_group, rank, size)
     assert time.monotonic() - started < 20, "nobody waits for a call that does not come"
@@ -257,69 +256,6 @@ def groups_side_by_side(rank: int, size: int, carrier: str) -> None:
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_groups_do_not_disturb_one_another(carrier: str) -> None:
     run_on_ranks(2, groups_side_by_side, carrier)
-
-
-def test_strangers_are_sent_away() -> None:
-    """Of four that call, one knows the token."""
-    tokens = [bytes([rank]) * 16 for rank in range(2)]
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = listener.getsockname()[:2]
-    known = [wires._Called("127.0.0.1", address[1], token.hex()) for token in tokens]
-    strangers = [socket.create_connection(address) for _ in range(3)]
-    strangers[0].shutdown(socket.SHUT_WR)
-    strangers[1].sendall(wires._HELLO.pack(0, b"?" * 16))
-    strangers[2].sendall(b"half a word")
-    called = wires._call(0, {1: known[1]})
-    answered: dict[int, socket.socket] = {}
-    with mock.patch.object(wires, "_HELLO_S", 0.5):
-        wires._answer(listener, 1, tokens[1], {0}, {0: known[0]}, answered)
-    heard: dict[int, socket.socket] = {}
-    wires._hear_answers(called, tokens[0], heard)
-    assert heard.keys() == {1} and answered.keys() == {0}
-    heard[1].sendall(b"word")
-    assert answered[0].recv(4) == b"word", "they are connected to each other"
-    for stranger in strangers:
-        stranger.settimeout(5)
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
-    for each in (*strangers, heard[1], answered[0], listener):
-        each.close()
-
-
-def test_who_answers_with_another_token_is_not_met() -> None:
-    ours, theirs = socket.socketpair()
-    theirs.sendall(wires._HELLO.pack(1, b"?" * 16))
-    heard: dict[int, socket.socket] = {}
-    wires._hear_answers({1: ours}, b"!" * 16, heard)
-    assert not heard and theirs.recv(1) == b""
-    theirs.close()
-
-
-@pytest.mark.parametrize(
-    ("named", "is_one_host", "first"),
-    [
-        ("", True, "127.0.0.1"),
-        ("", False, "192.0.2.7"),
-        ("eth7", False, "192.0.2.7"),
-        ("lo", True, "127.0.0.1"),
-        ("none", True, "127.0.0.1"),
-    ],
-)
-def test_an_address_that_others_can_call(named: str, is_one_host: bool, first: str) -> None:
-    """Its own name leads to its loopback, as on Debian; ranks of other hosts have a loopback of their own."""
-
-    def address(text: str) -> Any:
-        return mock.Mock(family=socket.AF_INET, address=text)
-
-    interfaces = {"lo": [address("127.0.0.1")], "eth7": [address("192.0.2.7")]}
-    with (
-        mock.patch.object(wires.psutil, "net_if_addrs", lambda: interfaces),
-        mock.patch.object(socket, "gethostname", lambda: "localhost"),
-        mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": named, "MASTER_ADDR": "127.0.0.1"}),
-    ):
-        found = list(wires.own_addresses(dist.HashStore(), is_one_host))
-    assert found[0] == (socket.AF_INET, first)
-    assert is_one_host or (socket.AF_INET, "127.0.0.1") not in found
 
 
 def offer_after_the_end(rank: int, size: int, carrier: str) -> None:
