@@ -78,6 +78,8 @@ def table(name: str, documents: dict[str, Document]) -> str:
     for engine, figures in engines.items():
         cells = [_cell(engine, document) for document in documents.values()]
         lines.append(row([engine, *cells, mebibytes(figures["peak_memory_bytes"])]))
+    rounds = [f"{document['rounds']} x {document['steps_per_round']}" for document in documents.values()]
+    lines.append(row(["rounds x steps", *rounds, ""]))
     compared = [comparisons(document) for document in documents.values()]
     lines += [
         "",
