@@ -1,8 +1,8 @@
 """Search on links: `zerotune search` over two Ray nodes, each in a network namespace, and what it finds best on each link.
 
-Run it on a quiet machine with two cores and the right to make network namespaces; a search takes about six minutes::
+Run it on a quiet machine with two cores and the right to make network namespaces; a search takes eight to thirteen minutes::
 
-    python scripts/reference_search.py [--trials 24] [--links 2gbit]
+    python scripts/reference_search.py [--trials 16] [--links 2gbit]
 
 ``reference_bench.py`` takes what is found here as the engine ``zerotune:best``.
 """
@@ -61,7 +61,7 @@ def ray_nodes(hosts: tuple[Host, Host], folder: str) -> Iterator[str]:
                     env=os.environ | _ENVIRONMENT,
                 )
             )
-            time.sleep(10.0 if host is first else 5.0)
+            time.sleep(10.0 if host is first else 5.0)  # the search waits for nodes that take longer
         yield address
     finally:
         for node in reversed(nodes):
@@ -168,8 +168,9 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     options = parser(__doc__, rounds=0, links=list(LINKS))
-    options.add_argument("--trials", type=int, default=24)
+    options.add_argument("--trials", type=int, default=16)
     given = options.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and take the nodes with it
     found = read(given.folder)
     for link in given.links:
         if not given.reuse or link not in found:
