@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from zerotune.zero.carrier import Carrier
 from zerotune.zero.flights import Place
 from zerotune.zero.neighbours import Neighbours
 from zerotune.zero.wires import Wires
@@ -168,7 +169,7 @@ class Direct:
         others = [
             r % size for r in range(rank + 1, rank + size)
         ]  # so that not all send to the same one first
-        self._carriers: list[tuple[Neighbours | Wires, list[int]]] = [
+        self._carriers: list[tuple[Carrier, list[int]]] = [
             (carrier, [r for r in others if r in carrier.ranks])
             for carrier in (self.neighbours, self.wires)
             if carrier.ranks

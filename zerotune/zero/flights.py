@@ -49,11 +49,9 @@ class Flights:
         self.lock = threading.Lock()
         self._open: dict[int, Flight] = {}
         self._lost: list[tuple[torch.Tensor, ...]] = []
-        self._is_idle = threading.Event()
-        self._is_idle.set()
         self._closed_by: BaseException | None = None
 
-    def begin(self, key: int, flight: Flight) -> bool:
+    def begin(self, key: int, flight: Flight) -> BaseException | None:
         """Take one in, with the lock held.
 
         Args:
@@ -61,22 +59,16 @@ class Flights:
             flight: What it waits for.
 
         Returns:
-            Whether somebody carries it; if not, :meth:`end` must be called with :attr:`closed_by`.
+            Why nobody carries it; :meth:`end` must then be called with that.
         """
         assert key not in self._open
-        self._is_idle.clear()
         self._open[key] = flight
-        return self._closed_by is None
-
-    @property
-    def closed_by(self) -> BaseException | None:
-        """Why nothing is carried any more."""
         return self._closed_by
 
     @property
     def is_idle(self) -> bool:
         """Whether none is open."""
-        return self._is_idle.is_set()
+        return not self._open
 
     def get(self, key: int) -> Flight | None:
         """The one with this key, if this rank has come to it and it has not ended."""
@@ -110,8 +102,6 @@ class Flights:
             del self._open[key]
             if error is not None:
                 self._lost.append(flight.keep)  # for good: somebody may still read or write it
-            if not self._open:
-                self._is_idle.set()
         flight.keep = ()  # let go of it before saying that it has landed
         flight.landed(error)
 

@@ -12,7 +12,6 @@ Measured for 1.6 MB: 10 GB/s, on the core of the reader alone.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import errno
@@ -22,10 +21,8 @@ import secrets
 import select
 import socket
 import struct
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +30,8 @@ import torch.distributed as dist
 
 from zerotune.engine import slots
 from zerotune.engine.meeting import agreed_by_both, said_by_all
-from zerotune.zero.flights import Flight, Flights, Place
+from zerotune.zero.carrier import LOOK_S, Carrier
+from zerotune.zero.flights import Flight, Place
 
 SWITCH = "ZEROTUNE_NEIGHBOURS"
 """Environment variable; 0 turns it off."""
@@ -43,7 +41,6 @@ _READY, _DONE = 0, 1
 _HELLO = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")
 _MEET_S = 30.0
-_EXIT_S = 3.0
 _TOKEN_BYTES = 16
 _NO_ROOM = (errno.EAGAIN, errno.ENOBUFS)
 
@@ -105,7 +102,7 @@ class _Peer:
     is_gone: bool = False
 
 
-class Neighbours:
+class Neighbours(Carrier):
     """This rank's neighbours in a process group. Creating it is collective.
 
     Args:
@@ -116,29 +113,11 @@ class Neighbours:
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._peers = _meet(store, rank, size)
-        self._flights = Flights()
+        super().__init__("neighbours", self._peers.keys())
         self._lock = self._flights.lock
-        self._ends = False
-        if self._peers:
-            self._woken, self._waker = socket.socketpair()
-            self._woken.setblocking(False)
-            self._waker.setblocking(False)
-            for peer in self._peers.values():
-                peer.connection.setblocking(False)
-            thread = threading.Thread(target=self._run, name="neighbours", daemon=True)
-            thread.start()
-            atexit.register(self._end_and_join, thread)
-
-    def end(self) -> None:
-        """Hang up, once what is open has ended, or soon in any case; waits for nothing."""
-        atexit.unregister(self._end_and_join)
-        self._ends = True
-        self._wake()
-
-    @property
-    def ranks(self) -> Collection[int]:
-        """Who they are."""
-        return self._peers.keys()
+        for peer in self._peers.values():
+            peer.connection.setblocking(False)
+        self._start()
 
     def exchange(
         self,
@@ -148,30 +127,17 @@ class Neighbours:
         keep: tuple[torch.Tensor, ...],
         landed: Callable[[BaseException | None], None],
     ) -> None:
-        """Offer a row to every neighbour, and fetch one from each; waits for nothing.
-
-        Args:
-            key: 63 bits, the same for this collective on every rank, and of no other that is open.
-            sources: Address of what each may read; as many bytes as its own place has.
-            places: Where each one's row goes.
-            keep: The tensors that these are in.
-            landed: Called from another thread once all have been read, by them and from them, or with what went wrong.
-        """
+        """Offer a row to every neighbour, and fetch one from each."""
         flight = Flight(dict(places), set(sources), landed, keep)
         with self._lock:
-            is_carried = self._flights.begin(key, flight)
+            ended = self._flights.begin(key, flight)
             for rank, address in sources.items():
                 self._send(self._peers[rank], _MESSAGE.pack(_READY, key, address))
             wakes = any(key in peer.ready or peer.is_gone or peer.unsent for peer in self._peers.values())
-        if not is_carried:
-            self._flights.end(key, flight, self._flights.closed_by)
+        if ended is not None:
+            self._flights.end(key, flight, ended)
         elif wakes:
             self._wake()
-
-    def _wake(self) -> None:
-        if self._peers:
-            with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
-                self._waker.send(b"w")
 
     def _send(self, peer: _Peer, message: bytes) -> None:
         """Send, or leave it to the thread where there is no room; with the lock held."""
@@ -186,34 +152,17 @@ class Neighbours:
 
     # ---------------------------------------------------------------------------------------------- the thread
 
-    def _run(self) -> None:
-        error: BaseException = RuntimeError("the group has ended")
-        try:
-            self._serve()
-        except BaseException as failure:  # whatever it is, those who wait must hear of it
-            error = RuntimeError(f"the thread that reads from neighbours failed: {failure!r}")
-        finally:
-            self._flights.close(error)
-            for connection in [*(p.connection for p in self._peers.values()), self._woken, self._waker]:
-                connection.close()
-
     def _serve(self) -> None:
         poller = select.poll()
         poller.register(self._woken, select.POLLIN)
         ranks = {peer.connection.fileno(): rank for rank, peer in self._peers.items()}
         for descriptor in ranks:
             poller.register(descriptor, select.POLLIN)
-        ends_at: float | None = None
-        while True:
-            if self._ends:
-                ends_at = ends_at or time.monotonic() + _EXIT_S
-                if self._flights.is_idle or time.monotonic() > ends_at:
-                    return
-            for descriptor, _ in poller.poll(None if ends_at is None else 100):
+        while not self._is_over():
+            for descriptor, _ in poller.poll(LOOK_S * 1e3 if self._ends else None):
                 rank = ranks.get(descriptor)
                 if rank is None:
-                    with contextlib.suppress(BlockingIOError):
-                        self._woken.recv(4096)
+                    self._was_woken()
                     self._catch_up()
                 elif not self._hear(rank):
                     poller.unregister(descriptor)
@@ -295,11 +244,9 @@ class Neighbours:
         self._peers[rank].is_gone = True
         self._flights.lose(rank)
 
-    def _end_and_join(self, thread: threading.Thread) -> None:
-        """At exit; neighbours may still be reading what was offered last."""
-        self._ends = True
-        self._wake()
-        thread.join(2 * _EXIT_S)
+    def _hang_up(self) -> None:
+        for peer in self._peers.values():
+            peer.connection.close()
 
 
 # ------------------------------------------------------------------------------------------------------- meeting

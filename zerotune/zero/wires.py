@@ -15,14 +15,12 @@ Ranks that do not reach one another so are left to gloo.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import select
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -31,14 +29,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerotune.zero.flights import Flight, Flights, Place
+from zerotune.zero.carrier import LOOK_S, Carrier
+from zerotune.zero.flights import Flight, Place
 from zerotune.zero.wiring import connect
 
 _HEADER = struct.Struct("<QQ")  # key, bytes that follow
 _WAKE_BYTES = 512 * 1024
 """Of a row, so many arrive before the thread is woken: small enough to be in the cache when they are copied."""
-
-_EXIT_S = 3.0
 
 
 class _Row(NamedTuple):
@@ -85,7 +82,7 @@ def _bytes_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
-class Wires:
+class Wires(Carrier):
     """This rank's connections in a process group. Creating it is collective.
 
     Args:
@@ -98,29 +95,14 @@ class Wires:
     def __init__(self, store: dist.Store, rank: int, size: int, near: Collection[int]) -> None:
         connections = connect(store, rank, size, near)
         self._wires = {other: _Wire(other, connection) for other, connection in connections.items()}
-        self._flights = Flights()
-        self._ends = False
+        super().__init__("wires", self._wires.keys())
         if self._wires:
-            self._woken, self._waker = socket.socketpair()
-            self._waker.setblocking(False)
             self._poll = select.epoll()
             self._poll.register(self._woken, select.EPOLLIN)
-            for wire in self._wires.values():
-                wire.connection.setblocking(False)
-                self._poll.register(wire.connection, select.EPOLLIN)
-            thread = threading.Thread(target=self._run, name="wires", daemon=True)
-            thread.start()
-            atexit.register(self._end_and_join, thread)
-
-    def end(self) -> None:
-        """Hang up, once what is open has ended, or soon in any case; waits for nothing."""
-        atexit.unregister(self._end_and_join)
-        self._end()
-
-    @property
-    def ranks(self) -> Collection[int]:
-        """Who is reached."""
-        return self._wires.keys()
+        for wire in self._wires.values():
+            wire.connection.setblocking(False)
+            self._poll.register(wire.connection, select.EPOLLIN)
+        self._start()
 
     def exchange(
         self,
@@ -130,21 +112,13 @@ class Wires:
         keep: tuple[torch.Tensor, ...],
         landed: Callable[[BaseException | None], None],
     ) -> None:
-        """Send a row to ranks, and receive one from each; waits for nothing.
-
-        Args:
-            key: 63 bits, the same for this collective on every rank, and of no other that is open.
-            sources: Address of what each gets; as many bytes as its own place has.
-            places: Where each one's row goes.
-            keep: The tensors that these are in.
-            landed: Called, perhaps from another thread, once all have come and gone, or with what went wrong.
-        """
+        """Send a row to ranks, and receive one from each."""
         flight = Flight(dict(places), set(sources), landed, keep)
         with self._flights.lock:
-            is_carried = self._flights.begin(key, flight)
+            ended = self._flights.begin(key, flight)
             stalls = any(self._wires[rank].stalls_at == key for rank in places)
-        if not is_carried:
-            self._flights.end(key, flight, self._flights.closed_by)
+        if ended is not None:
+            self._flights.end(key, flight, ended)
             return
         if stalls:
             self._wake()
@@ -196,38 +170,14 @@ class Wires:
         with contextlib.suppress(OSError, ValueError):  # closed: whoever waits has been told
             self._poll.modify(wire.connection, events)
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
-            self._waker.send(b"w")
-
     # -------------------------------------------------------------------------------------------------- the thread
-
-    def _run(self) -> None:
-        error: BaseException = RuntimeError("the group has ended")
-        try:
-            self._serve()
-        except BaseException as failure:  # whatever it is, those who wait must hear of it
-            error = RuntimeError(f"the thread that receives from other hosts failed: {failure!r}")
-        finally:
-            self._flights.close(error)
-            for wire in self._wires.values():
-                with wire.lock:
-                    wire.is_gone = True
-                    wire.connection.close()
-            for each in (self._poll, self._woken, self._waker):
-                each.close()
 
     def _serve(self) -> None:
         wires = {wire.connection.fileno(): wire for wire in self._wires.values()}
-        ends_at: float | None = None
-        while True:
-            if self._ends:
-                ends_at = ends_at or time.monotonic() + _EXIT_S
-                if self._flights.is_idle or time.monotonic() > ends_at:
-                    return
-            for descriptor, events in self._poll.poll(None if ends_at is None else 0.1):
+        while not self._is_over():
+            for descriptor, events in self._poll.poll(LOOK_S if self._ends else None):
                 if descriptor == self._woken.fileno():
-                    self._woken.recv(4096)
+                    self._was_woken()
                     due = [(wire, 0) for wire in wires.values() if wire.stalls_at is not None]
                 else:
                     due = [(wires[descriptor], events)] if descriptor in wires else []
@@ -300,14 +250,9 @@ class Wires:
             with contextlib.suppress(OSError):  # then it is woken more often
                 wire.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
-    # ---------------------------------------------------------------------------------------------------- the end
-
-    def _end(self) -> None:
-        self._ends = True
-        if self._wires:
-            self._wake()
-
-    def _end_and_join(self, thread: threading.Thread) -> None:
-        """At exit: what this rank began with the others, it ends with them."""
-        self._end()
-        thread.join(2 * _EXIT_S)
+    def _hang_up(self) -> None:
+        for wire in self._wires.values():
+            with wire.lock:
+                wire.is_gone = True
+                wire.connection.close()
+        self._poll.close()
