@@ -38,6 +38,7 @@ class PendingCollective:
     issued_s: float
     waited_s: float = 0.0
     tag_bytes: int = 0
+    left_out_bytes: int = 0
 
 
 class LedgerKeeper:
@@ -137,7 +138,8 @@ class LedgerKeeper:
                 purpose=pending.purpose,
                 units=pending.units,
                 elements=pending.elements,
-                sent_bytes=pending.sent_bytes,
+                sent_bytes=pending.sent_bytes - pending.left_out_bytes,
+                left_out_bytes=pending.left_out_bytes,
                 tag_bytes=pending.tag_bytes,
                 issued_s=pending.issued_s - self._begun_s,
                 waited_s=pending.waited_s - self._begun_s,

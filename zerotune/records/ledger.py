@@ -50,6 +50,7 @@ class CollectiveEntry(Record):
         units: Names of the units it carries.
         elements: Elements of the full, padded tensor that it assembles or reduces.
         sent_bytes: Bytes that this rank sends of it.
+        left_out_bytes: Bytes of it that this rank need not send, for they are zeros.
         tag_bytes: Bytes that it sends beside them, to tell ranks that disagree.
         issued_s: When it was issued, seconds since the ledger began; negative if the step before issued it.
         waited_s: When something began to wait for it.
@@ -66,6 +67,7 @@ class CollectiveEntry(Record):
     waited_s: float
     done_s: float
     tag_bytes: int = 0
+    left_out_bytes: int = 0
 
 
 class ByteSample(Record):

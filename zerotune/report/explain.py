@@ -192,7 +192,9 @@ def _peak(ledger: Ledger, ranks: int) -> Peak:
 
 def _full_bytes(entry: CollectiveEntry, ranks: int) -> int:
     """Bytes of the full tensor that a collective assembles or reduces."""
-    return entry.sent_bytes * ranks // (ranks - 1) if ranks > 1 else 4 * entry.elements
+    return (
+        (entry.sent_bytes + entry.left_out_bytes) * ranks // (ranks - 1) if ranks > 1 else 4 * entry.elements
+    )
 
 
 def _gathers(ledger: Ledger) -> list[CollectiveEntry]:

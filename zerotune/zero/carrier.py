@@ -48,7 +48,7 @@ class Carrier(ABC):
         places: Mapping[int, Place],
         keep: tuple[torch.Tensor, ...],
         landed: Callable[[BaseException | None], None],
-    ) -> None:
+    ) -> int:
         """Give a row to every one of some ranks, and get one from each; waits for nothing.
 
         Args:
@@ -57,6 +57,9 @@ class Carrier(ABC):
             places: Where each one's row goes.
             keep: The tensors that these are in.
             landed: Called, perhaps from another thread, once all have come and gone, or with what went wrong.
+
+        Returns:
+            Bytes of them that need not be sent.
         """
 
     @abstractmethod

@@ -32,7 +32,7 @@ from zerotune.engine import LedgerKeeper, RankGroup
 from zerotune.engine.guard import TAG_ELEMENTS, Waitable, install_guard, waited_on_host
 from zerotune.engine.ledger import PendingCollective
 from zerotune.records import CollectiveKind
-from zerotune.zero.direct import Direct, direct_between, timeout_of, unprofiled
+from zerotune.zero.direct import Direct, Landing, direct_between, timeout_of, unprofiled
 
 _AS_IT_IS = nullcontext()
 
@@ -350,6 +350,8 @@ class Communicator:
             with unprofiled() if self._direct is None else _AS_IT_IS:
                 work = issue()
             assert work is not None
+            if isinstance(work, Landing):
+                pending.left_out_bytes = work.left_out_bytes
             return self._started(lambda: self._wait_for(work, number), pending)
         side = self._streams.get(stream)
         if side is None:

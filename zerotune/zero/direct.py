@@ -46,6 +46,8 @@ class Landing:
 
     def __init__(self, parts: int) -> None:
         self._parts = parts
+        self.left_out_bytes = 0
+        """Bytes of this rank's rows that need not be sent."""
         self._lock = threading.Lock()
         self.works: list[dist.Work] = []
         self.error: BaseException | None = None
@@ -211,7 +213,7 @@ class Direct:
         row, step = width * output.itemsize, stride * sent.itemsize
         source, place = sent.data_ptr(), output.data_ptr()
         for carrier, ranks in self._carriers:
-            carrier.exchange(
+            landing.left_out_bytes += carrier.exchange(
                 key,
                 {r: source + r * step for r in ranks},
                 {r: Place(place + (r - (r > self._rank)) * row, row) for r in ranks},

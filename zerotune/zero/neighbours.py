@@ -126,7 +126,7 @@ class Neighbours(Carrier):
         places: Mapping[int, Place],
         keep: tuple[torch.Tensor, ...],
         landed: Callable[[BaseException | None], None],
-    ) -> None:
+    ) -> int:
         """Offer a row to every neighbour, and fetch one from each."""
         flight = Flight(dict(places), set(sources), landed, keep)
         with self._lock:
@@ -138,6 +138,7 @@ class Neighbours(Carrier):
             self._flights.end(key, flight, ended)
         elif wakes:
             self._wake()
+        return 0
 
     def _send(self, peer: _Peer, message: bytes) -> None:
         """Send, or leave it to the thread where there is no room; with the lock held."""

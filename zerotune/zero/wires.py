@@ -3,7 +3,8 @@
 [Note: a wire]
 Two ranks share one connection, on which the rows of collectives follow one another in the order of issue, which is the
 same on all ranks. A row is sent as soon as there is one, as far as the kernel takes it; a thread sends the rest and puts
-what comes in its place. A row that this rank has not come to stays in the kernel, and holds up what follows it.
+what comes in its place. A row that this rank has not come to stays in the kernel, and holds up what follows it. What is
+mostly zeros goes without them (:mod:`zerotune.zero.zeros`).
 
 gloo would carry them too. But its thread and the one that sends share a lock which it tries to take again and again
 while the other holds it: on a rank with one core both share the core, and it does so for as long as its time slice lasts
@@ -32,8 +33,9 @@ import torch.distributed as dist
 from zerotune.zero.carrier import LOOK_S, Carrier
 from zerotune.zero.flights import Flight, Place
 from zerotune.zero.wiring import connect
+from zerotune.zero.zeros import most_bytes, pack, unpack
 
-_HEADER = struct.Struct("<QQ")  # key, bytes that follow
+_HEADER = struct.Struct("<QQ?")  # key, bytes that follow, whether they are a packed row
 _WAKE_BYTES = 512 * 1024
 """Of a row, so many arrive before the thread is woken: small enough to be in the cache when they are copied."""
 
@@ -66,7 +68,9 @@ class _Wire:
     flight: Flight | None = None
     """Where it belongs, once this rank has come to it."""
     missing: memoryview = field(default_factory=lambda: memoryview(b""))
-    """What has not come of its place."""
+    """What has not come of its place, or of what is packed."""
+    packed: memoryview | None = None
+    """Where a packed row is put together."""
     stalls_at: int | None = None
     """Key of a row whose header is here, which this rank has not come to."""
     wakes_at: int = 1
@@ -111,7 +115,7 @@ class Wires(Carrier):
         places: Mapping[int, Place],
         keep: tuple[torch.Tensor, ...],
         landed: Callable[[BaseException | None], None],
-    ) -> None:
+    ) -> int:
         """Send a row to ranks, and receive one from each."""
         flight = Flight(dict(places), set(sources), landed, keep)
         with self._flights.lock:
@@ -119,13 +123,19 @@ class Wires(Carrier):
             stalls = any(self._wires[rank].stalls_at == key for rank in places)
         if ended is not None:
             self._flights.end(key, flight, ended)
-            return
+            return 0
         if stalls:
             self._wake()
+        left_out = 0
         for rank, address in sources.items():
-            nbytes = places[rank].nbytes
-            row = _Row(key, flight, [memoryview(_HEADER.pack(key, nbytes)), _bytes_at(address, nbytes)])
-            self._send(self._wires[rank], row)
+            whole = _bytes_at(address, places[rank].nbytes)
+            packed = pack(whole)
+            parts = [*packed] if packed else [whole]
+            nbytes = sum(part.nbytes for part in parts)
+            left_out += whole.nbytes - nbytes
+            header = memoryview(_HEADER.pack(key, nbytes, packed is not None))
+            self._send(self._wires[rank], _Row(key, flight, [header, *(part for part in parts if part)]))
+        return left_out
 
     # ------------------------------------------------------------------------------------------------ both threads
 
@@ -225,11 +235,14 @@ class Wires(Carrier):
                 if wire.missing:
                     return True
                 key, flight = wire.key, wire.flight
+                if wire.packed is not None:
+                    unpack(wire.packed, _bytes_at(*flight.places[wire.rank]))
+                    wire.packed = None
                 wire.flight, wire.missing = None, memoryview(b"")
                 self._flights.row_came(key, flight, wire.rank)
             if wire.header_filled < _HEADER.size:
                 return True
-            key, nbytes = _HEADER.unpack(wire.header)
+            key, nbytes, is_packed = _HEADER.unpack(wire.header)
             with self._flights.lock:
                 flight_there = self._flights.get(key)
                 stalled, wire.stalls_at = wire.stalls_at, key if flight_there is None else None
@@ -239,10 +252,12 @@ class Wires(Carrier):
             if flight_there is None:
                 return False
             place = flight_there.places[wire.rank]
-            if place.nbytes != nbytes:
+            if nbytes > most_bytes(place.nbytes) if is_packed else nbytes != place.nbytes:
                 raise ValueError(f"{nbytes} bytes from rank {wire.rank} where {place.nbytes} are due")
             wire.key, wire.flight, wire.header_filled = key, flight_there, 0
-            wire.missing = _bytes_at(place.address, nbytes)
+            if is_packed:
+                wire.packed = memoryview(bytearray(nbytes))
+            wire.missing = _bytes_at(*place) if wire.packed is None else wire.packed
 
     def _wake_at(self, wire: _Wire, count: int) -> None:
         if wire.wakes_at != count:

@@ -1,0 +1,119 @@
+"""Rows without their zeros: every bit arrives, whatever the row, and none that is not needed travels."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ranks import run_on_ranks
+from tests.zero.test_direct import CARRIERS, group_of
+from zerotune.engine import LedgerKeeper
+from zerotune.zero.comm import Communicator
+from zerotune.zero.zeros import BLOCK_BYTES, most_bytes, pack, unpack
+
+MANY = 64
+
+
+def unpacked(packed: bytes, nbytes: int) -> bytearray:
+    row = bytearray(b"\xff" * nbytes)
+    unpack(memoryview(packed), memoryview(row))
+    return row
+
+
+@given(
+    count=st.integers(MANY, 300),
+    rest=st.integers(0, BLOCK_BYTES - 1),
+    held=st.dictionaries(st.integers(0, 2**31), st.integers(0, 255), max_size=20),
+)
+@settings(max_examples=100, deadline=None)
+def test_every_byte_comes_back(count: int, rest: int, held: dict[int, int]) -> None:
+    row = bytearray(count * BLOCK_BYTES + rest)
+    for place, value in held.items():
+        row[place % len(row)] = value
+    packed = pack(memoryview(row))
+    blocks = {at // BLOCK_BYTES for at in range(count * BLOCK_BYTES) if row[at]}
+    if packed is None:
+        assert len(blocks) > 32 / 4, "few hold anything, and yet all travel"
+        return
+    assert packed.nbytes == count + len(blocks) * BLOCK_BYTES + rest <= most_bytes(len(row))
+    assert unpacked(b"".join(packed), len(row)) == row
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_what_is_full_travels_as_it_is(share: float) -> None:
+    row = bytearray(400 * BLOCK_BYTES)
+    for block in random.Random(0).sample(range(400), int(share * 400)):
+        row[block * BLOCK_BYTES] = 1
+    assert pack(memoryview(row)) is None
+
+
+def test_what_is_full_where_it_was_not_probed_travels_as_it_is() -> None:
+    row = bytearray(b"\x01" * 320 * BLOCK_BYTES)
+    for block in range(0, 320, 10):
+        row[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = bytes(BLOCK_BYTES)
+    assert pack(memoryview(row)) is None
+
+
+def test_a_short_row_travels_as_it_is() -> None:
+    assert pack(memoryview(bytearray((MANY - 1) * BLOCK_BYTES))) is None
+    assert pack(memoryview(bytearray())) is None
+
+
+@pytest.mark.parametrize("change", [-1, 1, BLOCK_BYTES])
+def test_a_packed_row_of_another_length_than_it_says_is_refused(change: int) -> None:
+    row = bytearray(100 * BLOCK_BYTES)
+    row[777] = 7
+    packed = b"".join(pack(memoryview(row)) or ())
+    packed = packed + bytes(change) if change > 0 else packed[:change]
+    with pytest.raises(ValueError, match="of which 1 blocks"):
+        unpacked(packed, len(row))
+
+
+def gradients_with_few_rows(rank: int, size: int, carrier: str, dtype: torch.dtype) -> None:
+    """What an embedding leaves: nothing in most rows, and once nothing at all, with bits that a sum would change."""
+    ledger = LedgerKeeper(rank)
+    ledger.begin()
+    comm = Communicator(group_of(rank, size, carrier), ledger, overlap=True)
+    rows, width = 4099, 48
+    whole = torch.full((rows * width,), 0.5, dtype=dtype)
+    flying = []
+    for number, is_whole in enumerate([False, True, False, False, True]):
+        sent = torch.zeros(size, rows, width, dtype=dtype)
+        for to in range(size):
+            used = torch.randperm(rows, generator=torch.Generator().manual_seed(100 * rank + to))[
+                : 30 * number
+            ]
+            sent[to, used] = 1.0 + to + 10 * rank
+            sent[to, used[::3], 5] = -0.0
+            sent[to, used[1::3], 7] = float("nan")
+            sent[to, -1, -1] = 3.0
+        if is_whole:
+            sent[:] = whole.view(rows, width)
+        received = torch.full(((size - 1) * rows * width,), -1.0, dtype=dtype)
+        flying.append((sent, received, comm.exchange(received, sent.view(-1), "gradient", [f"unit{number}"])))
+    for sent, received, work in flying:
+        work.wait()
+        everyone = [torch.empty_like(sent) for _ in range(size)]
+        torch.distributed.all_gather(everyone, sent)
+        rows_there = comm.rows_in_order(received, sent[rank].reshape(-1))
+        for sender, row in enumerate(rows_there):
+            expected = everyone[sender][rank].reshape(-1)
+            assert torch.equal(row.view(torch.int16), expected.view(torch.int16))
+    entries = ledger.end().collectives
+    for entry, (sent, _, _) in zip(entries, flying, strict=True):
+        of_others = (size - 1) * sent[0].nbytes
+        assert entry.sent_bytes + entry.left_out_bytes == of_others
+        is_sparse = bool((sent == 0).any())
+        assert (entry.left_out_bytes > 0.7 * of_others) == (is_sparse and carrier == "wires")
+        assert entry.left_out_bytes == 0 or entry.left_out_bytes < of_others
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_with_few_rows_arrive_bit_by_bit(ranks: int, carrier: str, dtype: torch.dtype) -> None:
+    run_on_ranks(ranks, gradients_with_few_rows, carrier, dtype)

@@ -1,0 +1,105 @@
+"""Leaving out what is zero: most of an embedding's gradient is, and it is the last to be reduced, beside nothing.
+
+A gradient has as many rows as the vocabulary, and values in those alone whose tokens the micro-batch held; an expert that
+saw no token has none at all. Such a row of a collective travels as its blocks that hold anything, after a byte for every
+block that says whether it does. The other end puts zeros in place of the rest: every bit arrives, that of -0.0 too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK_BYTES = 512
+"""Smaller than a row of any embedding worth the while; a byte more in 512 for what does not travel."""
+
+_LEAST_BLOCKS = 64
+"""Shorter rows travel as they are: they cost less than looking through them."""
+
+_MOST_HELD = 0.25
+"""Share of blocks that may hold something: it bounds what packing allocates, and beyond it there is less to win."""
+
+_PROBES = 32
+"""Blocks that are looked at before all are: rows of full gradients and of weights are told by them."""
+
+
+class Packed(NamedTuple):
+    """A row without its zeros.
+
+    Attributes:
+        held: For every whole block a byte, 1 if it holds anything.
+        blocks: Those blocks, one after the other.
+        tail: What is left of the row after its last whole block.
+    """
+
+    held: memoryview
+    blocks: memoryview
+    tail: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self)
+
+
+def _blocks_of(row: memoryview, count: int) -> npt.NDArray[np.int64]:
+    return np.frombuffer(row, np.int64, count * BLOCK_BYTES // 8).reshape(count, BLOCK_BYTES // 8)
+
+
+def _held(blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which blocks hold anything."""
+    return np.asarray(blocks.any(axis=1))
+
+
+def _are_many(held: npt.NDArray[np.bool_]) -> bool:
+    return int(np.count_nonzero(held)) > _MOST_HELD * held.size
+
+
+def _bytes_of(array: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def pack(row: memoryview) -> Packed | None:
+    """A row without its zeros, if there are many; the blocks and what tells of them are copies.
+
+    Args:
+        row: Its bytes.
+    """
+    count = row.nbytes // BLOCK_BYTES
+    if count < _LEAST_BLOCKS:
+        return None
+    blocks = _blocks_of(row, count)
+    if _are_many(_held(blocks[:: count // _PROBES])):
+        return None
+    held = _held(blocks)
+    if _are_many(held):
+        return None
+    return Packed(_bytes_of(held), _bytes_of(blocks[held]), row[count * BLOCK_BYTES :])
+
+
+def most_bytes(nbytes: int) -> int:
+    """Of a packed row, at most, where the row has ``nbytes``."""
+    return nbytes + nbytes // BLOCK_BYTES
+
+
+def unpack(packed: memoryview, row: memoryview) -> None:
+    """Put a packed row in its place.
+
+    Args:
+        packed: The three parts of :class:`Packed`, one after the other.
+        row: Where it goes; all of it is written.
+
+    Raises:
+        ValueError: It is not as long as it says.
+    """
+    count = row.nbytes // BLOCK_BYTES
+    held = np.frombuffer(packed[:count], np.bool_)
+    tail = count * BLOCK_BYTES
+    number = int(np.count_nonzero(held))
+    if packed.nbytes != count + number * BLOCK_BYTES + row.nbytes - tail:
+        raise ValueError(f"a row of {row.nbytes} bytes came as {packed.nbytes}, of which {number} blocks")
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(row)), 0, tail)
+    _blocks_of(row, count)[held] = _blocks_of(packed[count:], number)
+    row[tail:] = packed[count + number * BLOCK_BYTES :]
