@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from zerotune.schedule.padding import padded_numel, slice_numel
 
@@ -47,12 +48,11 @@ class UnitSize:
         return sum(param.numel for param in self.params)
 
 
-@dataclass(frozen=True, slots=True)
-class ParamRef:
-    """A parameter by the index of its unit and its index within the unit."""
+class ParamRef(NamedTuple):
+    """A parameter by the index of its unit and its place within the unit."""
 
     unit: int
-    index: int
+    place: int
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Layout:
         ]
 
     def param(self, ref: ParamRef) -> ParamSize:
-        return self.units[ref.unit].params[ref.index]
+        return self.units[ref.unit].params[ref.place]
 
     def param_padded(self, ref: ParamRef) -> int:
         return padded_numel(self.param(ref).numel, self.ranks)

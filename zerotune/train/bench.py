@@ -50,7 +50,7 @@ _LEDGER_STEPS = 3
 
 _PROBE_BYTES = 4 * 2**20
 _IN_FLIGHT = 4
-_PROBES = 4
+_PROBES = 10
 
 
 class BenchSpec(Record):

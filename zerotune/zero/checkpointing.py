@@ -201,7 +201,7 @@ class CheckpointMixin:
         return self._executor.window_position, RankWindow(
             loss=float(self._loss_sum),
             weight=self._weight_sum,
-            untouched=[param.name for param in trainable if param.ref not in self._reducer.touched],
+            untouched=[param.name for param in trainable if not param.is_touched],
             held=[param.name for param in trainable if param.param.grad is not None],
         )
 
@@ -222,7 +222,8 @@ class CheckpointMixin:
         self._loss_sum.fill_(mine.loss)
         self._weight_sum = mine.weight
         untouched = set(mine.untouched)
-        self._reducer.touched.update(p.ref for p in self.shards.trainable if p.name not in untouched)
+        for param in self.shards.trainable:
+            param.is_touched = param.name not in untouched
 
     def window_gradients(self) -> dict[str, torch.Tensor]:
         """This rank's part of the window's gradient sums, and its full gradients that are not reduced yet."""

@@ -284,7 +284,7 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         self._reducer.drain()
         trainable = self.shards.trainable
         part = self._norm_part(torch.float32)
-        untouched = sum(1 for p in trainable if p.ref not in self._reducer.touched)
+        untouched = sum(not p.is_touched for p in trainable)
         trouble = self._reducer.first_trouble
         numbers = self.group.gather_numbers(
             [
@@ -596,9 +596,13 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         opening = {unit for gather in self._executor.next_opening for unit in gather.units}
         in_parts = bool(opening) and steps_in_parts(self.optimizer)
         with dividing_gradients(self.optimizer, factor) as left, self.shards.update_grads(left) as grads:
-            pairs = [(p, g) for p, g in zip(trainable, grads, strict=True) if p.ref not in unused]
-            first = [(p, g) for p, g in pairs if not in_parts or p.persistent or p.ref.unit in opening]
-            rest = [(p, g) for p, g in pairs if in_parts and not p.persistent and p.ref.unit not in opening]
+            pairs = list(zip(trainable, grads, strict=True))
+            if unused:
+                pairs = [(p, g) for p, g in pairs if p.ref not in unused]
+            first = [pair for pair in pairs if pair[0].persistent or pair[0].ref.unit in opening]
+            rest = [pair for pair in pairs if not pair[0].persistent and pair[0].ref.unit not in opening]
+            if not in_parts:
+                first, rest = pairs, []
             self._optimize(first)
             refresh = self._refresh_persistent()
             next(refresh, None)
@@ -660,7 +664,7 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
     def _unused_everywhere(self) -> set[ParamRef]:
         """Parameters that no rank used in this window: the optimizer leaves them alone, as it does in plain PyTorch."""
         trainable = self.shards.trainable
-        flags = self.group.gather_numbers([float(p.ref in self._reducer.touched) for p in trainable])
+        flags = self.group.gather_numbers([float(p.is_touched) for p in trainable])
         return {p.ref for i, p in enumerate(trainable) if not any(row[i] for row in flags)}
 
     def _digest_numbers(self) -> list[float]:
@@ -706,7 +710,6 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         self.shards.forget_grads()
         self._loss_sum.zero_()
         self._weight_sum = 0.0
-        self._reducer.touched.clear()
         self._reducer.first_trouble = None
         self._executor.window_position = 0
         self._executor.digests.clear()

@@ -6,7 +6,7 @@ import operator
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -41,6 +41,10 @@ class _Members:
             ref: slice(end - size, end)
             for ref, size, end in zip(bucket.params, self.sizes, ends, strict=True)
         }
+        self.compared_with: Sequence[ShardedParam] | None = None
+        """What trained when ``are_whole_units`` was found."""
+        self.are_whole_units = False
+        """Whether they are all that trains of their units, in order."""
 
 
 @dataclass
@@ -49,7 +53,7 @@ class _Filling:
 
     members: _Members
     rows: torch.Tensor  # [N, W]; of a rank alone, no room but its shape
-    collected: set[ParamRef] = field(default_factory=set)
+    collected: list[Sequence[ParamRef]] = field(default_factory=list)
     kept: dict[ParamRef, torch.Tensor] = field(default_factory=dict)  # gradients of a rank alone, 1D
 
 
@@ -105,9 +109,7 @@ class Reducer:
         self._members: dict[int, _Members] = {}
         self._filling: dict[int, _Filling] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._collected: set[ParamRef] = set()
-        self.touched: set[ParamRef] = set()
-        """Parameters that had a gradient on this rank since the set was last cleared."""
+        self._collected: list[Sequence[ParamRef]] = []
         self.looks_for_trouble = False
         """Whether to look at every full gradient, at the price of reading it once more, for :attr:`first_trouble`."""
         self.first_trouble: ShardedParam | None = None
@@ -142,12 +144,12 @@ class Reducer:
         else:
             for ref, param, grad in zip(refs, params, grads, strict=True):
                 _copy_rows(filling.rows[:, members.columns[ref]], grad, param.numel)
-        for ref, param, grad in zip(refs, params, grads, strict=True):
+        for param, grad in zip(params, grads, strict=True):
             if grad is not None:
                 param.param.grad = None
-                self.touched.add(ref)
-        filling.collected.update(refs)
-        self._collected.update(refs)
+                param.is_touched = True
+        filling.collected.append(refs)
+        self._collected.append(refs)
 
     def _keep(
         self,
@@ -157,14 +159,18 @@ class Reducer:
         grads: Sequence[torch.Tensor | None],
     ) -> None:
         """A rank that is alone has its sums in these gradients: they are kept as they are, in the dtype that travels."""
+        kept_bytes = 0
         for ref, param, grad in zip(refs, params, grads, strict=True):
-            if grad is not None and param.numel == param.slice:
-                flat = grad.detach().reshape(-1).to(self._dtype)
-            else:
+            if grad is None or param.numel != param.slice:
                 flat = torch.empty(param.slice, dtype=self._dtype, device=param.master.device)
                 _copy_rows(flat[None], grad, param.numel)
+            else:
+                flat = grad.detach().reshape(-1)
+                if flat.dtype is not self._dtype:
+                    flat = flat.to(self._dtype)
             filling.kept[ref] = flat
-            self._ledger.add(ByteClass.GRADIENT, flat.nbytes)
+            kept_bytes += flat.nbytes
+        self._ledger.add(ByteClass.GRADIENT, kept_bytes)
 
     def _look_for_trouble(self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
         for param, grad in zip(params, grads, strict=True):
@@ -175,9 +181,8 @@ class Reducer:
 
     def uncollected(self) -> list[ParamRef]:
         """Trainable parameters that no bucket of this pass took yet, or whose gradient came after it did."""
-        return [
-            p.ref for p in self._shards.trainable if p.ref not in self._collected or p.param.grad is not None
-        ]
+        collected = set(chain.from_iterable(self._collected))
+        return [p.ref for p in self._shards.trainable if p.ref not in collected or p.param.grad is not None]
 
     def late(self) -> list[ParamRef]:
         """Parameters whose gradient is still full: autograd delivered it after their bucket was filled."""
@@ -222,7 +227,8 @@ class Reducer:
         unfinished = list(self._filling)
         for index in unfinished:
             filling = self._filling[index]
-            left = [ref for ref in filling.members.bucket.params if ref not in filling.collected]
+            collected = set(chain.from_iterable(filling.collected))
+            left = [ref for ref in filling.members.bucket.params if ref not in collected]
             if self._ranks == 1:
                 self._keep(filling, left, [self._shards[ref] for ref in left], [None] * len(left))
             else:
@@ -294,23 +300,20 @@ class Reducer:
         the gradient, and needs no copy."""
         if (self._replicate and self._ranks > 1) or not self._shards.keeps_fp32_grads:
             return False
-        whole = [param for unit in members.units for param in self._shards.units[unit].trainable]
-        return (
-            len(whole) == len(members.params)
-            and not any(self._shards.has_grads(unit) for unit in members.units)
-            and all(map(operator.is_, whole, members.params))
-        )
+        if members.compared_with is not self._shards.trainable:
+            members.compared_with = self._shards.trainable
+            whole = [param for unit in members.units for param in self._shards.units[unit].trainable]
+            members.are_whole_units = len(whole) == len(members.params) and all(
+                map(operator.is_, whole, members.params)
+            )
+        return members.are_whole_units and not any(map(self._shards.has_grads, members.units))
 
     def _add_what_was_kept(self, members: _Members, kept: dict[ParamRef, torch.Tensor]) -> None:
         """A rank that is alone: what was collected is the sum. It becomes the gradient, or is added to it."""
         grads = [kept[ref] for ref in members.bucket.params]
         self._forget(kept)
-        if self._dtype is torch.float32 and self._are_empty_units(members) and self._shards.can_adopt(grads):
-            start = 0
-            for unit in members.units:
-                end = start + len(self._shards.units[unit].trainable)
-                self._shards.adopt_grads(unit, grads[start:end])
-                start = end
+        can_adopt = self._dtype is torch.float32 and self._are_empty_units(members)
+        if can_adopt and self._shards.adopt_grads(members.units, grads):
             return
         for unit in members.units:
             self._shards.make_grads(unit)

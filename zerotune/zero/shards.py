@@ -47,6 +47,7 @@ class ShardedParam:
         persistent: Whether the full parameter stays.
         trains: Whether it gets gradients in this accumulation window.
         has_grad: Whether ``grad`` holds anything since the last step.
+        is_touched: Whether it had a gradient on this rank in this accumulation window.
     """
 
     ref: ParamRef
@@ -61,6 +62,7 @@ class ShardedParam:
     persistent: bool
     trains: bool = False
     has_grad: bool = False
+    is_touched: bool = False
 
     @property
     def full_bytes(self) -> int:
@@ -218,17 +220,14 @@ class ShardStore:
             self.units.append(self._unit(layout.units[index].name, params, flat))
         self.params = [p for unit in self.units for p in unit.params]
         self.persistent = [p for p in self.params if p.persistent]
+        self.trainable: list[ShardedParam] = []
+        """Parameters that get gradients, in the order of units; another list whenever they are others."""
         self._flat_grads: dict[int, list[torch.Tensor]] = {}
         self._adopted: set[int] = set()
         self.note_trainable()
 
     def __getitem__(self, ref: ParamRef) -> ShardedParam:
-        return self.units[ref.unit].params[ref.index]
-
-    @property
-    def trainable(self) -> list[ShardedParam]:
-        """Parameters that get gradients, in the order of units."""
-        return [p for p in self.params if p.trains]
+        return self.units[ref.unit].params[ref.place]
 
     def refresh_shards(self, params: Sequence[ShardedParam] | None = None) -> None:
         """Bring the working copies of this rank up to date with the masters, after the optimizer or a load.
@@ -256,6 +255,7 @@ class ShardStore:
             param.param.grad_dtype = self._grad_dtype if self._sums_full_grads else self._dtype
         for unit in self.units:
             unit.trainable = [p for p in unit.params if p.trains]
+        self.trainable = [p for unit in self.units for p in unit.trainable]
 
     def forget_grads(self) -> None:
         """The step is over: nothing is summed any more, and gradients take no memory until the next reduction lands.
@@ -268,6 +268,7 @@ class ShardStore:
         for param in self.params:
             param.grad = None
             param.has_grad = False
+            param.is_touched = False
 
     @property
     def flat_grads(self) -> list[torch.Tensor]:
@@ -308,25 +309,36 @@ class ShardStore:
         self._flat_grads[index] = [flat]
         return flat
 
-    def can_adopt(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Whether each gradient is all of its memory, and no two share it, of these and those that were adopted: autograd may
-        give two parameters views of one tensor."""
+    def adopt_grads(self, indices: Sequence[int], grads: Sequence[torch.Tensor]) -> bool:
+        """Let units that have no gradients take these for their own.
+
+        Args:
+            indices: The units.
+            grads: One per trainable parameter of theirs  # S of each, 1D
+
+        Returns:
+            Whether they did: only if each gradient is all of its memory, and no two share it, of these and those that were
+            adopted before. autograd may give two parameters views of one tensor.
+        """
         storages = [grad.untyped_storage() for grad in grads]
         owners = {storage._cdata for storage in storages}
-        return (
-            len(owners) == len(grads)
-            and owners.isdisjoint(self._adopted)
-            and all(storage.nbytes() == grad.nbytes for storage, grad in zip(storages, grads, strict=True))
-        )
-
-    def adopt_grads(self, index: int, grads: Sequence[torch.Tensor]) -> None:
-        """Let a unit that has no gradients take these for its own, one per trainable parameter  # S of each, 1D"""
-        assert index not in self._flat_grads
-        for param, grad in zip(self.units[index].trainable, grads, strict=True):
-            param.grad = grad
-            self._ledger.add(ByteClass.GRADIENT, grad.nbytes)
-            self._adopted.add(grad.untyped_storage()._cdata)
-        self._flat_grads[index] = list(grads)
+        sizes = [storage.nbytes() for storage in storages]
+        if len(owners) < len(grads) or not owners.isdisjoint(self._adopted):
+            return False
+        if sizes != [grad.nbytes for grad in grads]:
+            return False
+        start = 0
+        for index in indices:
+            assert index not in self._flat_grads
+            trainable = self.units[index].trainable
+            mine = list(grads[start : start + len(trainable)])
+            for param, grad in zip(trainable, mine, strict=True):
+                param.grad = grad
+            self._flat_grads[index] = mine
+            start += len(trainable)
+        self._adopted |= owners
+        self._ledger.add(ByteClass.GRADIENT, sum(sizes))
+        return True
 
     def make_all_grads(self) -> None:
         """Gradient buffers for every unit."""
@@ -362,6 +374,7 @@ class ShardStore:
         for byte_class in (ByteClass.SHARD, ByteClass.GRADIENT):
             self._ledger.add(byte_class, -self._ledger.bytes(byte_class))
         self.params.clear()
+        self.trainable.clear()
         self.units.clear()
         self.persistent.clear()
         self._flat_grads.clear()
