@@ -18,7 +18,7 @@ from zerotune.records import (
     UseEntry,
 )
 from zerotune.report.explain import explain
-from zerotune.report.explain_text import explanation_parts
+from zerotune.report.explain_text import explanation_parts, sent_text
 from zerotune.report.printing import print_whole
 
 COMPUTE_S = 0.010
@@ -136,6 +136,22 @@ def test_a_planted_fault_is_the_first_finding(steps: list[Step], words: str, kno
     assert found is not None
     assert words in found.findings[0].text
     assert knob in found.findings[0].remedy
+
+
+def test_zeros_that_did_not_travel_are_named() -> None:
+    whole = ledger(Step())
+    entries = [
+        entry.model_copy(update={"sent_bytes": 0, "left_out_bytes": 3 * 2**20})
+        if entry.purpose == "gradient"
+        else entry
+        for entry in whole.collectives
+    ]
+    found = explain([whole.model_copy(update={"collectives": entries})])
+    assert found is not None
+    count = sum(entry.purpose == "gradient" for entry in entries)
+    texts = {flow.purpose: sent_text(flow) for flow in found.flows}
+    assert texts["gradient"] == f"0 B, {3 * count}.0 MiB of zeros left out"
+    assert "zeros" not in texts["forward"]
 
 
 def test_figures_are_the_ledgers() -> None:

@@ -30,6 +30,7 @@ class Flow(Record):
         purpose: As the ledger has it.
         count: How many.
         sent_bytes: What a rank sent.
+        left_out_bytes: What it need not send, for it was zeros.
         exposed_s: What the step stood still for.
         hidden_s: What ran beside compute.
         longest: The collectives that were waited for longest: units and seconds.
@@ -42,6 +43,7 @@ class Flow(Record):
     exposed_s: float
     hidden_s: float
     longest: list[tuple[str, float]]
+    left_out_bytes: int = 0
 
 
 def flows_of(ledgers: Sequence[Ledger]) -> list[Flow]:
@@ -66,6 +68,7 @@ def _flow(ledger: Ledger, purpose: str) -> Flow:
         purpose=purpose,
         count=len(entries),
         sent_bytes=sum(entry.sent_bytes for entry in entries),
+        left_out_bytes=sum(entry.left_out_bytes for entry in entries),
         exposed_s=sum(map(exposed_s, entries)),
         hidden_s=sum(max(0.0, entry.waited_s - entry.issued_s) for entry in entries),
         longest=[(", ".join(entry.units[:3]), exposed_s(entry)) for entry in longest],

@@ -66,6 +66,7 @@ def _collective(rank: int, thread: int, entry: CollectiveEntry) -> dict[str, Any
         "units": ", ".join(entry.units),
         "elements": entry.elements,
         "sent_bytes": entry.sent_bytes,
+        "left_out_bytes": entry.left_out_bytes,
         "exposed_ms": max(0.0, entry.done_s - entry.waited_s) * 1e3,
     }
     name = f"{entry.purpose} {', '.join(entry.units[:2])}"

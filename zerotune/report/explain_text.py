@@ -158,7 +158,7 @@ def _hidden(explanation: Explanation) -> list[Table | Text | None]:
         table.add_row(
             flow.title,
             f"{flow.count}",
-            memory(flow.sent_bytes),
+            sent_text(flow),
             milliseconds(flow.hidden_s),
             milliseconds(flow.exposed_s),
             longest_text(flow),
@@ -168,6 +168,12 @@ def _hidden(explanation: Explanation) -> list[Table | Text | None]:
         table,
         Text(""),
     ]
+
+
+def sent_text(flow: Flow) -> str:
+    """What a rank sent of a flow, and the zeros that it left out."""
+    left_out = f", {memory(flow.left_out_bytes)} of zeros left out" if flow.left_out_bytes else ""
+    return f"{memory(flow.sent_bytes)}{left_out}"
 
 
 def longest_text(flow: Flow) -> str:
