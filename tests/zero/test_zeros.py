@@ -8,9 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.ranks import run_on_ranks
 from tests.zero.test_direct import CARRIERS, group_of
+from zerotune import ZeroEngine
+from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper
 from zerotune.zero.comm import Communicator
 from zerotune.zero.zeros import BLOCK_BYTES, most_bytes, pack, unpack
@@ -117,3 +120,49 @@ def gradients_with_few_rows(rank: int, size: int, carrier: str, dtype: torch.dty
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gradients_with_few_rows_arrive_bit_by_bit(ranks: int, carrier: str, dtype: torch.dtype) -> None:
     run_on_ranks(ranks, gradients_with_few_rows, carrier, dtype)
+
+
+class Tagger(nn.Module):
+    """An embedding of many tokens, few of which a batch holds, and a layer on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(4096, 48)
+        self.head = nn.Linear(48, 7)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.emb(tokens)).square().mean()
+
+
+def train(rank: int, size: int, carrier: str) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Parameters after some steps, and of the last one the bytes of reductions that were sent and left out."""
+    torch.manual_seed(0)
+    module = Tagger()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+    engine = ZeroEngine(
+        module,
+        optimizer,
+        Knobs(param_persistence_threshold=0),
+        group=group_of(rank, size, carrier),
+        clip_norm=1.0,
+    )
+    for step in range(3):
+        engine.begin_ledger()
+        tokens = torch.randint(4096, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+        engine.backward(engine(tokens))
+        engine.step()
+        ledger = engine.end_ledger()
+    reductions = [entry for entry in ledger.collectives if entry.purpose == "gradient"]
+    state = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.close()
+    return state, sum(e.sent_bytes for e in reductions), sum(e.left_out_bytes for e in reductions)
+
+
+def test_training_is_the_same_without_the_zeros() -> None:
+    found = {carrier: run_on_ranks(2, train, carrier) for carrier in CARRIERS}
+    whole = found["gloo"][0][1]
+    for carrier, ranks in found.items():
+        for (state, sent, left_out), (expected, _, _) in zip(ranks, found["gloo"], strict=True):
+            assert all(torch.equal(state[name], value) for name, value in expected.items())
+            assert sent + left_out == whole
+            assert left_out > 0.9 * whole if carrier == "wires" else left_out == 0

@@ -98,6 +98,7 @@ class KnobInfo:
         fsdp2: The nearest setting of FSDP2, or ``None``.
         example: A value to show in documentation.
         least: Smallest number it takes, for knobs with a unit.
+        note: What else it moves, if that may surprise.
     """
 
     name: str
@@ -111,6 +112,7 @@ class KnobInfo:
     fsdp2: str | None
     example: str
     least: int = 0
+    note: str = ""
 
     @property
     def path(self) -> str:
@@ -124,6 +126,7 @@ class KnobInfo:
 
     def details(self) -> list[tuple[str, str]]:
         """What there is to say of it beside its meaning, as labels and values."""
+        note = [("note", self.note)] if self.note else []
         return [
             ("takes", self.range),
             ("default", self.default),
@@ -131,6 +134,7 @@ class KnobInfo:
             ("acts in", in_words(self.stages)),
             ("DeepSpeed", self.deepspeed or "none"),
             ("FSDP2", self.fsdp2 or "none"),
+            *note,
         ]
 
 
@@ -158,6 +162,7 @@ REGISTRY: dict[str, KnobInfo] = {
             "unit_size", "zero", "block, or a size", "elements", "block",
             "what is gathered and released together: a block, or the largest modules not above this size",
             _THREE, "stage3_module_granularity_threshold", "which modules fully_shard is called on", "50M", 1,
+            note="the unit that forward ends with stays for backward; the smaller, the less is spared",
         ),
         KnobInfo(
             "allgather_bucket_size", "zero", "auto, or a size", "elements", "auto: one block",
@@ -168,6 +173,7 @@ REGISTRY: dict[str, KnobInfo] = {
             "prefetch_distance", "zero", "auto, or a size", "elements", "auto: four blocks",
             "how far ahead of use gathers are issued; 0 gathers on demand",
             _THREE, "stage3_prefetch_bucket_size", "set_modules_to_forward_prefetch / _backward_prefetch", "50M",
+            note="a unit that it would bring back at once, around the end of forward, stays and is not gathered again",
         ),
         KnobInfo(
             "param_persistence_threshold", "zero", "auto, or a size", "elements",

@@ -24,7 +24,7 @@ BYTES_MARK = "zerotune::bytes "
 """In a profile every change of a class that is recorded has a mark: this, the class, and its bytes from then on."""
 
 
-@dataclass
+@dataclass(slots=True)
 class PendingCollective:
     """A collective from its issue to the end of the wait for it; times are those of the clock, for it may be issued
     before recording begins."""

@@ -177,7 +177,8 @@ class UseWatcher:
             self._calls.append(call)
             if torch.is_grad_enabled():
                 # A leaf's hook may run before the last parameter's gradient is there (see [Note: recomputation]).
-                inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad and t.grad_fn is not None]
+                found = args if len(args) == 1 and not kwargs else (args, kwargs)
+                inputs = [t for t in tensors_in(found) if t.requires_grad and t.grad_fn is not None]
                 _when_all_have_grads(inputs, lambda grads: self._exit_backward(call))
 
         return before
@@ -248,6 +249,8 @@ def _when_all_have_grads(inputs: list[torch.Tensor], then: Callable[[Any], None]
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors in nested lists, tuples, mappings and dataclasses, in a fixed order."""
+    if type(value) is tuple and len(value) == 1 and isinstance(value[0], torch.Tensor):
+        return [value[0]]  # what nearly every module is called with
     found: list[torch.Tensor] = []
     _find_tensors(value, found)
     return found

@@ -44,6 +44,8 @@ def _nothing() -> None:
 class Work:
     """A collective under way. :meth:`wait` makes its result visible to what the current stream runs next."""
 
+    __slots__ = ("_is_lost", "_ledger", "_pending", "_wait")
+
     def __init__(
         self,
         wait: Callable[[], None],

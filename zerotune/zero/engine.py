@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper, RankGroup, StepResult
 from zerotune.engine.meeting import together
 from zerotune.models.access import AccessWatch, make_plain
-from zerotune.models.deferred import is_deferred, leave_meta, values_of
+from zerotune.models.deferred import leave_meta
 from zerotune.models.units import LeafModules, cut_into_units, largest_block, layout_of
 from zerotune.models.uses import UseWatcher, tensors_in
 from zerotune.records import ByteClass, Ledger
@@ -36,6 +36,7 @@ from zerotune.schedule import (
 from zerotune.zero.checkpointing import CheckpointMixin
 from zerotune.zero.comm import Communicator
 from zerotune.zero.executor import Executor
+from zerotune.zero.first_values import FirstValues
 from zerotune.zero.full_state import FullStateMixin
 from zerotune.zero.gatherer import Gatherer
 from zerotune.zero.managed import ManagedParameters
@@ -53,14 +54,11 @@ from zerotune.zero.planning import Planner, plans_release
 from zerotune.zero.pool import BufferPool
 from zerotune.zero.precision import DtypeChoice, Precision, PrecisionName
 from zerotune.zero.reducer import Reducer
-from zerotune.zero.refusals import LoopCalls, refuse_what_cannot_work, without_repeats
+from zerotune.zero.refusals import LoopCalls, refuse_what_cannot_work
 from zerotune.zero.scaler import LossScaler, LossScaling, RankTrouble, SkippedSteps, in_words
 from zerotune.zero.shards import ShardedParam, ShardStore
 
 logger = logging.getLogger(__name__)
-
-SETUP_BUCKET_BYTES = 32 * 2**20
-"""Bytes that one broadcast of set-up carries, at most: a collective per parameter would cost more than it moves."""
 
 
 class ZeroEngine(FullStateMixin, CheckpointMixin):
@@ -146,7 +144,6 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         )
         loaded = frozenset(files.shapes if files else ())
         leave_meta(module, self.group.device, loaded)
-        self._is_loaded = {p for name, p in module.named_parameters(remove_duplicate=False) if name in loaded}
         refuse_what_cannot_work(module, self.group.device)
         self.knobs = resolve_knobs(knobs or Knobs(), largest_block(module, leaf_modules))
         is_planned = plans_release(self.knobs)
@@ -156,48 +153,12 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         self.ledger = LedgerKeeper(self.group.rank)
         self._comm = Communicator(self.group, self.ledger, self.knobs.overlap_comm, collective_timeout_s)
         self._pool = BufferPool(self.group.device, self.ledger)
-        self._agree_on_values()
+        first_values = FirstValues(module, self.group, self._comm, loaded)
+        first_values.agree()
         self._units = cut_into_units(module, self.knobs.unit_size, leaf_modules)
-        threshold = int(self.knobs.param_persistence_threshold)
-        self.layout = layout_of(self._units, self.group.size, threshold, self.knobs.stage)
-        self.shards = ShardStore(
-            self._units,
-            self.layout,
-            self.group.rank,
-            self.knobs.stage,
-            self._dtype,
-            self.group.device,
-            self.ledger,
-            self.dtypes.gradient,
-            sums_full_grads=self._accumulates_locally,
-            values=self._first_values,
-        )
-        if not self.shards.trainable:
-            raise UsageError("the model has nothing to train: no parameter requires a gradient")
-        self._say_what_persists()
-        self._gatherer = Gatherer(
-            self.shards, self.group.size, self._comm, self._pool, self.ledger, self._dtype
-        )
-        self._reducer = Reducer(
-            self.shards,
-            self.layout,
-            self._comm,
-            self._pool,
-            self.ledger,
-            self.dtypes.reduce,
-            self._is_replicated,
-        )
+        self._partition(first_values)
+        self._make_executor()
         self._full_grad_bytes = 0
-        self._executor = Executor(
-            self.knobs,
-            self.layout,
-            self._gatherer,
-            self._reducer,
-            self.ledger,
-            not self._accumulates_locally,
-            self._access_watch,
-            self._before_window,
-        )
         self._frozen_homes = frozen_homes(optimizer, self.shards.params)
         self.optimizer = shard_optimizer(optimizer, self.shards.trainable, self._slice_of)
         self._optimizer_bytes = 0
@@ -415,6 +376,51 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
 
     # ------------------------------------------------------------------------------------------------ inside
 
+    def _partition(self, first_values: FirstValues) -> None:
+        """Cut every parameter into slices, and keep this rank's."""
+        threshold = int(self.knobs.param_persistence_threshold)
+        self.layout = layout_of(self._units, self.group.size, threshold, self.knobs.stage)
+        self.shards = ShardStore(
+            self._units,
+            self.layout,
+            self.group.rank,
+            self.knobs.stage,
+            self._dtype,
+            self.group.device,
+            self.ledger,
+            self.dtypes.gradient,
+            sums_full_grads=self._accumulates_locally,
+            values=first_values.of,
+        )
+        if not self.shards.trainable:
+            raise UsageError("the model has nothing to train: no parameter requires a gradient")
+        self._say_what_persists()
+
+    def _make_executor(self) -> None:
+        """What carries out schedules, and by what means."""
+        self._gatherer = Gatherer(
+            self.shards, self.group.size, self._comm, self._pool, self.ledger, self._dtype
+        )
+        self._reducer = Reducer(
+            self.shards,
+            self.layout,
+            self._comm,
+            self._pool,
+            self.ledger,
+            self.dtypes.reduce,
+            self._is_replicated,
+        )
+        self._executor = Executor(
+            self.knobs,
+            self.layout,
+            self._gatherer,
+            self._reducer,
+            self.ledger,
+            not self._accumulates_locally,
+            self._access_watch,
+            self._before_window,
+        )
+
     @contextmanager
     def _clean_on_error(self, in_backward: bool = False) -> Iterator[None]:
         """Remember that a forward or backward raised, so that what it left behind is cleaned up before the next."""
@@ -435,18 +441,6 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
             logger.warning("a backward pass raised: the gradients of its accumulation window are dropped")
             self.zero_grad()
 
-    def _agree_on_values(self) -> None:
-        """Every rank starts from rank 0's values: ranks that were seeded differently would train another model each."""
-        if self.group.size == 1:
-            return
-        present = [p for p in self.module.parameters() if not is_deferred(p) and p not in self._is_loaded]
-        values = [without_repeats(t.detach()) for t in (*present, *self.module.buffers())]
-        for bucket in _in_buckets(values, SETUP_BUCKET_BYTES):
-            flat = torch.cat([value.reshape(-1) for value in bucket])
-            self._comm.broadcast(flat, "setup")
-            for value, agreed in zip(bucket, flat.split([v.numel() for v in bucket]), strict=True):
-                value.copy_(agreed.view(value.shape))
-
     def _say_what_persists(self) -> None:
         if self.knobs.stage == 3 and self.group.rank == 0:
             kept = self.shards.persistent
@@ -457,23 +451,6 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
                 sum(param.numel for param in kept),
                 sum(param.full_bytes for param in kept),
             )
-
-    @contextmanager
-    def _first_values(self, param: nn.Parameter) -> Iterator[torch.Tensor]:
-        """A parameter's values, rank 0's; those of a deferred build are made there, and only inside.
-
-        What is loaded from files has none before.
-        """
-        if param in self._is_loaded:
-            yield torch.zeros((), dtype=param.dtype, device=self.group.device).expand(param.shape)
-            return
-        with values_of(param, make=self.group.rank == 0) as values:
-            if is_deferred(param) and self.group.size > 1:
-                contiguous = values.contiguous()
-                self._comm.broadcast(contiguous, "setup")
-                if contiguous is not values:
-                    values.copy_(contiguous)
-            yield values
 
     def _before_window(self) -> None:
         """Before the first forward of a window: is every parameter still managed, and which ones train?"""
@@ -718,19 +695,6 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
 def _widened(loss: torch.Tensor) -> torch.Tensor:
     """In at least fp32, so that a factor is not rounded."""
     return loss if loss.dtype.itemsize >= 4 else loss.float()
-
-
-def _in_buckets(tensors: Iterable[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Tensors of one dtype together, up to ``limit`` bytes (a larger tensor alone)."""
-    buckets: list[list[torch.Tensor]] = []
-    filling: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        bucket = filling.get(tensor.dtype)
-        if bucket is None or sum(t.nbytes for t in bucket) + tensor.nbytes > limit:
-            bucket = filling[tensor.dtype] = []
-            buckets.append(bucket)
-        bucket.append(tensor)
-    return buckets
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -41,12 +42,32 @@ _REMEMBERED = 64
 """Schedules whose calls are remembered."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An event that a schedule expects, and what is to be done at it: all that can be known before it happens.
+
+    Attributes:
+        kind, phase, scope, units: The event.
+        calls: Its actions.
+        needed: At an entry, units whose weights it reads.
+        closed: At an exit, units of which no use is open any more.
+    """
+
+    kind: EventKind
+    phase: Phase
+    scope: str
+    units: tuple[int, ...]
+    calls: list[Callable[[], None]]
+    needed: list[int]
+    closed: list[int]
+
+
 @dataclass(frozen=True)
 class _Steps:
-    """A schedule's actions by event, as calls."""
+    """A schedule, event by event."""
 
     schedule: Schedule
-    calls: list[list[Callable[[], None]]]
+    steps: list[_Step]
 
 
 class Executor:
@@ -94,6 +115,7 @@ class Executor:
         self._was_cut_short = False
         self._window_key: PassKey | None = None
         self._opened: tuple[Gather, ...] = ()
+        self._following: list[_Step] = []
         self.window_position = 0
         self.plan = ReleasePlan.of_knobs(knobs, len(layout.units))
         self.digests: list[str] = []
@@ -104,7 +126,6 @@ class Executor:
         self.layout = layout
         self._on_demand = OnDemand(self._knobs, layout)
         self._steps: dict[int, _Steps] = {}
-        self._events: dict[tuple[EventKind, Phase, str, tuple[int, ...]], tuple[Event, list[int]]] = {}
         self.book = ScheduleBook(self._knobs, layout, self._reduces_in_pass, self.plan)
         for current in self._passes:
             if current.schedule is not None:
@@ -119,7 +140,6 @@ class Executor:
         self.layout = layout
         self._on_demand = OnDemand(self._knobs, layout)
         self._steps = {}
-        self._events = {}
         self.book = self.book.under(plan, layout)
 
     # ------------------------------------------------------------------------------------- what hooks report
@@ -151,40 +171,53 @@ class Executor:
         self._finish()
 
     def enter(self, phase: Phase, scope: str, units: tuple[int, ...]) -> None:
-        current = self._current(scope)
-        event, needed = self._event(EventKind.ENTER, phase, scope, units)
-        index = current.record(event, self._leave)
-        if index is not None:
-            assert current.schedule is not None
-            self._do_scheduled(current.schedule, index)
-        if index is None or not self._gatherer.complete.issuperset(needed):
-            self._do(self._on_demand.before(event, self._gatherer.complete, self._gatherer.in_flight))
+        step = self._expected(EventKind.ENTER, phase, scope, units)
+        if step is None:
+            self._complete_for(self._note(EventKind.ENTER, phase, scope, units))
+        else:
+            self._run(step.calls)
+            if not self._gatherer.complete.issuperset(step.needed):
+                self._complete_for(Event(EventKind.ENTER, phase, scope, units))
         self._gatherer.expose(units)
         self._ledger.begin_use(phase, scope)
 
     def exit(self, phase: Phase, scope: str, units: tuple[int, ...]) -> None:
         self._ledger.end_use(phase, scope)
-        current = self._current(scope)
-        event, _ = self._event(EventKind.EXIT, phase, scope, units)
-        index = current.record(event, self._leave)
+        step = self._expected(EventKind.EXIT, phase, scope, units)
+        if step is not None:
+            self._gatherer.conceal(step.closed)
+            self._run(step.calls)
+            return
+        event = self._note(EventKind.EXIT, phase, scope, units)
         open_uses = self._open_everywhere()
         self._gatherer.conceal([unit for unit in units if not open_uses.get(unit)])
-        if index is not None:
-            assert current.schedule is not None
-            self._do_scheduled(current.schedule, index)
-            return
         self._do(self._on_demand.after(event, self._gatherer.complete, open_uses))
 
-    def _event(
-        self, kind: EventKind, phase: Phase, scope: str, units: tuple[int, ...]
-    ) -> tuple[Event, list[int]]:
-        """An event and the units whose weights it reads; the same objects whenever it recurs."""
-        key = (kind, phase, scope, units)
-        found = self._events.get(key)
-        if found is None:
-            event = Event(kind, phase, scope, units)
-            found = self._events[key] = (event, self._on_demand.needed(event))
-        return found
+    def _expected(self, kind: EventKind, phase: Phase, scope: str, units: tuple[int, ...]) -> _Step | None:
+        """What to do at an event, if it is the one that the schedule has next; then it counts as happened.
+
+        A pass inside another follows none.
+        """
+        if len(self._passes) != 1 or self._passes[0].schedule is None:
+            return None
+        current = self._passes[0]
+        index = current.next_event
+        if index == len(self._following):
+            return None
+        step = self._following[index]
+        if step.kind is kind and step.phase is phase and step.scope == scope and step.units == units:
+            current.next_event = index + 1
+            return step
+        return None
+
+    def _note(self, kind: EventKind, phase: Phase, scope: str, units: tuple[int, ...]) -> Event:
+        """An event that no schedule has here; if the pass followed one, it leaves it."""
+        event = Event(kind, phase, scope, units)
+        self._current(scope).note(event, self._leave)
+        return event
+
+    def _complete_for(self, event: Event) -> None:
+        self._do(self._on_demand.before(event, self._gatherer.complete, self._gatherer.in_flight))
 
     def on_access(self, unit: int) -> bool:
         """An operation is about to read a unit's parameters; off schedule only.
@@ -297,7 +330,7 @@ class Executor:
     def forget(self) -> None:
         """Let go of what is remembered of a model that is no more."""
         self._steps.clear()
-        self._events.clear()
+        self._following = []
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -315,6 +348,7 @@ class Executor:
             self._opened = ()
         self._passes.append(Pass(key, schedule))
         if schedule is not None:
+            self._following = self._steps_of(schedule)
             self._do(schedule.opening)
         if not candidates:
             self._start_watching()
@@ -344,7 +378,8 @@ class Executor:
     def _finish(self) -> None:
         current = self._passes.pop()
         open_uses = self._open_everywhere()
-        self._gatherer.conceal(unit for unit in current.open_uses if not open_uses.get(unit))
+        if not current.is_complete:  # else every use has been closed
+            self._gatherer.conceal(unit for unit in current.open_uses if not open_uses.get(unit))
         self.digests.append(current.digest())
         if self._passes:
             # Inside another pass: free only what that one does not use; its next entries gather what it misses.
@@ -371,17 +406,29 @@ class Executor:
     def _do(self, actions: Sequence[Action], buckets: tuple[Bucket, ...] = ()) -> None:
         self._run([self._call_of(action, buckets) for action in actions])
 
-    def _do_scheduled(self, schedule: Schedule, index: int) -> None:
-        """What a schedule has after its event of that index."""
-        steps = self._steps.get(id(schedule))
-        if steps is None or steps.schedule is not schedule:
+    def _steps_of(self, schedule: Schedule) -> list[_Step]:
+        """A schedule, event by event; worked out when it is followed for the first time."""
+        found = self._steps.get(id(schedule))
+        if found is None or found.schedule is not schedule:
             if len(self._steps) >= _REMEMBERED:
                 self._steps.clear()  # of schedules that are long gone
-            calls = [
-                [self._call_of(action, schedule.buckets) for action in each] for each in schedule.actions
-            ]
-            steps = self._steps[id(schedule)] = _Steps(schedule, calls)
-        self._run(steps.calls[index])
+            found = self._steps[id(schedule)] = _Steps(schedule, list(self._work_out(schedule)))
+        return found.steps
+
+    def _work_out(self, schedule: Schedule) -> Iterator[_Step]:
+        open_uses: Counter[int] = Counter()
+        for event, actions in zip(schedule.trace.events, schedule.actions, strict=True):
+            is_entry = event.kind is EventKind.ENTER
+            (open_uses.update if is_entry else open_uses.subtract)(event.units)
+            yield _Step(
+                event.kind,
+                event.phase,
+                event.scope,
+                event.units,
+                [self._call_of(action, schedule.buckets) for action in actions],
+                self._on_demand.needed(event) if is_entry else [],
+                [] if is_entry else [unit for unit in event.units if not open_uses[unit]],
+            )
 
     def _run(self, calls: Sequence[Callable[[], None]]) -> None:
         if not calls:

@@ -21,7 +21,7 @@ class _Together:
     def __init__(self, units: tuple[int, ...], sharded: Sequence[ShardedUnit], ranks: int) -> None:
         self.units = units
         self.sharded = sharded
-        self.names = [unit.name for unit in sharded]
+        self.names = tuple(unit.name for unit in sharded)
         self.flats = [unit.flat for unit in sharded]
         self.full_bytes = sum(unit.full_bytes for unit in sharded)
         self.in_turn = SlicesInTurn([param for unit in sharded for param in unit.gathered])
@@ -29,7 +29,7 @@ class _Together:
         """Elements of the parameters; tags take memory but are none."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _InFlight:
     """One AllGather under way."""
 

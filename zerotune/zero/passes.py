@@ -101,17 +101,17 @@ class Pass:
         key: Its kind.
         schedule: What it follows; ``None`` once it has left every recorded order.
         left: Events so far of a pass that follows no schedule; empty while it follows one.
-        open_uses: Uses of each unit that are open.
-        next_event: Index of the next event of ``schedule``.
+        next_event: Index of the next event of ``schedule``; whoever sees that it happened adds 1.
         is_regular: Whether its order may be recorded: no use was discovered in its middle.
     """
 
     key: PassKey
     schedule: Schedule | None
     left: list[Event] = field(default_factory=list)
-    open_uses: dict[int, int] = field(default_factory=dict)
     next_event: int = 0
     is_regular: bool = True
+    _open_uses: dict[int, int] = field(default_factory=dict)
+    _counted: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -123,41 +123,40 @@ class Pass:
         """What has happened so far."""
         return self.left if self.schedule is None else list(self.schedule.trace.events[: self.next_event])
 
+    @property
+    def open_uses(self) -> dict[int, int]:
+        """Uses of each unit that are open. On schedule they are counted only when somebody asks."""
+        if self.schedule is not None:
+            for event in self.schedule.trace.events[self._counted : self.next_event]:
+                self._count(event)
+            self._counted = self.next_event
+        return self._open_uses
+
     def leave(self) -> None:
         """Follow the schedule no longer."""
-        self.left = self.events
+        self.left, self._open_uses = self.events, self.open_uses
         self.schedule = None
 
-    def record(self, event: Event, on_leave: Callable[[], None]) -> int | None:
-        """Note an event.
+    def note(self, event: Event, on_leave: Callable[[], None]) -> None:
+        """Note an event that the schedule does not have here, if there is one.
 
         Args:
             event: What happened.
-            on_leave: Called at the first event that the schedule does not have here.
-
-        Returns:
-            The event's index in the schedule, or ``None`` off schedule.
+            on_leave: Called if the pass has followed its schedule until now.
         """
-        change = 1 if event.kind is EventKind.ENTER else -1
-        open_uses = self.open_uses
-        for unit in event.units:
-            open_uses[unit] = open_uses.get(unit, 0) + change
-        if self.schedule is not None:
-            expected = self.schedule.trace.events
-            index = self.next_event
-            if index < len(expected) and (expected[index] is event or expected[index] == event):
-                self.next_event = index + 1
-                return index
+        leaves = self.schedule is not None
+        if leaves:
             self.leave()
-            self._note(event)
-            on_leave()
-            return None
-        self._note(event)
-        return None
-
-    def _note(self, event: Event) -> None:
+        self._count(event)
         if len(self.left) < MAX_RECORDED_EVENTS:
             self.left.append(event)
+        if leaves:
+            on_leave()
+
+    def _count(self, event: Event) -> None:
+        change = 1 if event.kind is EventKind.ENTER else -1
+        for unit in event.units:
+            self._open_uses[unit] = self._open_uses.get(unit, 0) + change
 
     def digest(self) -> str:
         """Hash of what was done, to be compared over ranks."""

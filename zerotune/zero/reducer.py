@@ -32,7 +32,7 @@ class _Members:
     def __init__(self, bucket: Bucket, shards: ShardStore) -> None:
         self.bucket = bucket
         self.params = [shards[ref] for ref in bucket.params]
-        self.names = [param.name for param in self.params]
+        self.names = tuple(param.name for param in self.params)
         self.units = list(dict.fromkeys(ref.unit for ref in bucket.params))
         self.sizes = [param.slice for param in self.params]
         self.width = sum(self.sizes)
