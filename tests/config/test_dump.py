@@ -116,8 +116,8 @@ def test_writes_every_default_in_the_order_of_the_schema() -> None:
     assert lines[:3] == ["# best of study s", "# 1.10x", ""]
     knobs = lines[lines.index("zero:") + 1 : lines.index("cluster:")]
     assert [line.split(":")[0].strip() for line in knobs] == [
-        "stage", "unit_size", "allgather_bucket_size", "prefetch_distance", "param_persistence_threshold", "release",
-        "reduce_bucket_size", "overlap_comm",
+        "stage", "unit_size", "allgather_bucket_size", "prefetch_distance", "backward_prefetch_distance",
+        "param_persistence_threshold", "release", "reduce_bucket_size", "overlap_comm",
     ]  # fmt: skip
     assert "llama" not in text and "null" not in text
     assert "    lr: 0.0003" in lines

@@ -107,6 +107,7 @@ def knob_settings(draw: st.DrawFn) -> tuple[tuple[str, Any], ...]:
         "unit_size": draw(st.one_of(st.just("block"), st.integers(1, 600))),
         "allgather_bucket_size": draw(or_auto),
         "prefetch_distance": draw(st.one_of(st.just(0), or_auto)),
+        "backward_prefetch_distance": draw(st.one_of(st.just(0), or_auto)),
         "param_persistence_threshold": draw(st.one_of(st.just(0), or_auto)),
         "release": release,
         "max_reuse_distance": draw(elements) if release == "reuse" else None,
@@ -121,8 +122,8 @@ def knob_settings(draw: st.DrawFn) -> tuple[tuple[str, Any], ...]:
 def undrawn_knobs() -> set[str]:
     """Knobs of the engine that :func:`knob_settings` does not draw yet."""
     drawn = {
-        "stage", "unit_size", "allgather_bucket_size", "prefetch_distance", "param_persistence_threshold", "release",
-        "max_reuse_distance", "memory_budget", "max_live_parameters", "reduce_bucket_size", "overlap_comm",
+        "stage", "unit_size", "allgather_bucket_size", "prefetch_distance", "backward_prefetch_distance",
+        "param_persistence_threshold", "release", "max_reuse_distance", "memory_budget", "max_live_parameters", "reduce_bucket_size", "overlap_comm",
     }  # fmt: skip
     return {name for name, info in REGISTRY.items() if info.section == "zero"} - drawn
 
@@ -131,6 +132,7 @@ on_demand = {
     "stage": 3,
     "unit_size": "block",
     "prefetch_distance": 0,
+    "backward_prefetch_distance": 0,
     "param_persistence_threshold": 0,
     "release": "after_use",
     "max_reuse_distance": None,

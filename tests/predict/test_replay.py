@@ -113,6 +113,19 @@ def test_the_seconds_of_two_blocks_by_hand() -> None:
     assert found.seconds == pytest.approx(1 + 3 + 3 + 5 + 5 + 1)
 
 
+def test_zeros_that_do_not_travel_take_no_time_of_the_link() -> None:
+    """Of unit 0, whose reduction is the last and waited for, three quarters of the bytes are left out."""
+    layout = blocks([64, 64])
+    knobs = resolve_knobs(Knobs(prefetch_distance=64, param_persistence_threshold=0), 64)
+    schedule = compile_schedule(plain_trace(2), knobs, layout)
+    compute_s = [3.0, 0.0, 3.0, 0.0, 5.0, 0.0, 5.0, 0.0]
+    whole = profile_of(Link(seconds_per_byte=1 / 128))
+    sparse = whole.model_copy(update={"left_out": (0.75, 0.0)})
+    found = replay(schedule, layout, compute_s, sparse)
+    assert found.seconds == pytest.approx(1 + 3 + 3 + 5 + 5 + 0.25)
+    assert sum(load.sent_bytes for load in found.loads) == pytest.approx(3 * 128 + 128 + 32)
+
+
 def _seconds(one: tuple[Schedule, Layout, list[float]], link: Link) -> float:
     schedule, layout, compute_s = one
     found: Replay = replay(schedule, layout, compute_s, profile_of(link))

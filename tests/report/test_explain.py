@@ -18,7 +18,8 @@ from zerotune.records import (
     UseEntry,
 )
 from zerotune.report.explain import explain
-from zerotune.report.explain_text import explanation_parts, sent_text
+from zerotune.report.explain_text import explanation_parts
+from zerotune.report.format import sent
 from zerotune.report.printing import print_whole
 
 COMPUTE_S = 0.010
@@ -149,7 +150,7 @@ def test_zeros_that_did_not_travel_are_named() -> None:
     found = explain([whole.model_copy(update={"collectives": entries})])
     assert found is not None
     count = sum(entry.purpose == "gradient" for entry in entries)
-    texts = {flow.purpose: sent_text(flow) for flow in found.flows}
+    texts = {flow.purpose: sent(flow.sent_bytes, flow.left_out_bytes) for flow in found.flows}
     assert texts["gradient"] == f"0 B, {3 * count}.0 MiB of zeros left out"
     assert "zeros" not in texts["forward"]
 

@@ -94,9 +94,11 @@ def replay(schedule: Schedule, layout: Layout, knobs: Knobs) -> Replay:
                         unused.update(units)
                         ahead = sum(layout.numel(u) for u in unused - set(needed))
                         result.peak_ahead = max(result.peak_ahead, ahead)
-                        assert knobs.prefetch_distance > 0
+                        is_forward = event is None or event.phase is Phase.FORWARD
+                        distance = knobs.prefetch_distance if is_forward else knobs.backward_prefetch_distance
+                        assert distance > 0
                         if len(unused - set(needed)) > 1:
-                            assert ahead <= knobs.prefetch_distance, "ahead of use beyond the distance"
+                            assert ahead <= distance, "ahead of use beyond the distance"
                     check_live(forced)
                 case Wait(units=units):
                     for unit in units:

@@ -108,6 +108,7 @@ def resolved_knobs(draw: st.DrawFn, block: int = 400) -> Knobs:
     knobs = Knobs(
         allgather_bucket_size=draw(size),
         prefetch_distance=draw(st.one_of(st.just(0), size)),
+        backward_prefetch_distance=draw(st.one_of(st.just(0), st.just("auto"), size)),
         param_persistence_threshold=0,
         release=release,
         max_reuse_distance=draw(size) if release == "reuse" else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +18,11 @@ from tests.schedule.strategies import (
 )
 from zerotune.config.knobs import Knobs, Release
 from zerotune.schedule import (
+    Gather,
     Layout,
     ParamSize,
+    Phase,
+    Reason,
     ReleasePlan,
     Trace,
     UnitChoice,
@@ -96,7 +101,12 @@ def test_keep_moves_2p_on_a_plain_model_without_a_live_bound(layout: Layout, kno
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_on_demand_the_peak_is_the_largest_unit_and_its_buffer(layout: Layout, knobs: Knobs) -> None:
     knobs = knobs.model_copy(
-        update={"release": "after_use", "max_reuse_distance": None, "prefetch_distance": 0}
+        update={
+            "release": "after_use",
+            "max_reuse_distance": None,
+            "prefetch_distance": 0,
+            "backward_prefetch_distance": 0,
+        }
     )
     schedule = compile_schedule(plain_trace(len(layout.units)), knobs, layout)
     assert schedule.peak_live == 2 * max(layout.padded(u) for u in range(len(layout.units)))
@@ -170,12 +180,32 @@ def blocks(count: int, numel: int = 160) -> Layout:
     )
 
 
-def test_the_distance_sets_how_many_units_are_ahead() -> None:
+def test_the_distances_set_how_many_units_are_ahead() -> None:
     layout = blocks(8)
-    for distance in range(4):
-        knobs = resolve_knobs(Knobs(prefetch_distance=160 * distance, param_persistence_threshold=0), 160)
-        schedule = compile_schedule(plain_trace(8), knobs, layout)
-        assert schedule.peak_ahead == 160 * distance
+    for forward, backward in itertools.product(range(4), range(4)):
+        knobs = Knobs(
+            prefetch_distance=160 * forward,
+            backward_prefetch_distance=160 * backward,
+            param_persistence_threshold=0,
+        )
+        schedule = compile_schedule(plain_trace(8), resolve_knobs(knobs, 160), layout)
+        assert schedule.peak_ahead == 160 * max(forward, backward)
+        if forward >= backward:
+            first = next(i for i, e in enumerate(schedule.trace.events) if e.phase is Phase.BACKWARD)
+            demanded = [a for step in schedule.actions[first:] for a in step if isinstance(a, Gather)]
+            assert all(gather.reason is Reason.PREFETCH for gather in demanded) == (backward > 0)
+
+
+def test_backward_gathers_further_ahead_unless_another_distance_is_set() -> None:
+    def resolved(**knobs: int) -> tuple[int, int]:
+        found = resolve_knobs(Knobs(**knobs), 160)
+        return int(found.prefetch_distance), int(found.backward_prefetch_distance)
+
+    assert resolved() == resolved(prefetch_distance=4 * 160) == (4 * 160, 8 * 160)
+    assert resolved(prefetch_distance=0) == (0, 0)
+    assert resolved(prefetch_distance=5) == (5, 5)
+    assert resolved(prefetch_distance=5, backward_prefetch_distance=10) == (5, 10)
+    assert resolved(backward_prefetch_distance=5) == (4 * 160, 5)
 
 
 def test_one_unit_larger_than_the_distance_still_goes_ahead() -> None:

@@ -26,6 +26,7 @@ def random_settings(count: int, seed: int = 10) -> list[dict[str, Any]]:
             "unit_size": rng.choice(["block", size(50), size(1500)]),
             "allgather_bucket_size": size(),
             "prefetch_distance": size(),
+            "backward_prefetch_distance": rng.choice(["auto", size()]),
             "param_persistence_threshold": 0,
             "release": release,
             "max_reuse_distance": size(1) if release == "reuse" else None,

@@ -42,7 +42,11 @@ def test_every_byte_comes_back(count: int, rest: int, held: dict[int, int]) -> N
     if packed is None:
         assert len(blocks) > 4, "few hold anything, and yet all travel"
         return
-    assert packed.nbytes == count + len(blocks) * BLOCK_BYTES + rest <= most_bytes(len(row))
+    assert (
+        sum(part.nbytes for part in packed)
+        == count + len(blocks) * BLOCK_BYTES + rest
+        <= most_bytes(len(row))
+    )
     assert unpacked(b"".join(packed), len(row)) == row
 
 
@@ -134,8 +138,9 @@ class Tagger(nn.Module):
         return self.head(self.emb(tokens)).square().mean()
 
 
-def train(rank: int, size: int, carrier: str) -> tuple[dict[str, torch.Tensor], int, int]:
-    """Parameters after some steps, and of the last one the bytes of reductions that were sent and left out."""
+def train(rank: int, size: int, carrier: str) -> tuple[dict[str, torch.Tensor], int, int, dict[int, float]]:
+    """Parameters after some steps; of the last one the bytes of reductions that were sent and left out, and the share that
+    was left out of each unit's."""
     torch.manual_seed(0)
     module = Tagger()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
@@ -154,15 +159,23 @@ def train(rank: int, size: int, carrier: str) -> tuple[dict[str, torch.Tensor], 
         ledger = engine.end_ledger()
     reductions = [entry for entry in ledger.collectives if entry.purpose == "gradient"]
     state = {name: value.clone() for name, value in engine.state_dict().items()}
+    shares = dict(engine._executor.left_out)
     engine.close()
-    return state, sum(e.sent_bytes for e in reductions), sum(e.left_out_bytes for e in reductions)
+    sent, left_out = (
+        sum(entry.sent_bytes for entry in reductions),
+        sum(entry.left_out_bytes for entry in reductions),
+    )
+    return state, sent, left_out, shares
 
 
 def test_training_is_the_same_without_the_zeros() -> None:
     found = {carrier: run_on_ranks(2, train, carrier) for carrier in CARRIERS}
     whole = found["gloo"][0][1]
     for carrier, ranks in found.items():
-        for (state, sent, left_out), (expected, _, _) in zip(ranks, found["gloo"], strict=True):
+        for (state, sent, left_out, shares), (expected, *_) in zip(ranks, found["gloo"], strict=True):
             assert all(torch.equal(state[name], value) for name, value in expected.items())
             assert sent + left_out == whole
             assert left_out > 0.9 * whole if carrier == "wires" else left_out == 0
+            sparse = {unit for unit, share in shares.items() if 0.9 < share < 1.0}
+            assert sparse == ({0} if carrier == "wires" else set()), "the embedding's alone"
+            assert not any(share for unit, share in shares.items() if unit not in sparse)

@@ -68,6 +68,7 @@ class Knobs(Section):
     unit_size: UnitSize = "block"
     allgather_bucket_size: ElementsOrAuto = AUTO
     prefetch_distance: ElementsOrAuto = AUTO
+    backward_prefetch_distance: ElementsOrAuto = AUTO
     param_persistence_threshold: ElementsOrAuto = AUTO
     release: Release = Release.AFTER_USE
     max_reuse_distance: ElementsOrNone = None
@@ -171,9 +172,14 @@ REGISTRY: dict[str, KnobInfo] = {
         ),
         KnobInfo(
             "prefetch_distance", "zero", "auto, or a size", "elements", "auto: four blocks",
-            "how far ahead of use gathers are issued; 0 gathers on demand",
-            _THREE, "stage3_prefetch_bucket_size", "set_modules_to_forward_prefetch / _backward_prefetch", "50M",
+            "how far ahead of use gathers are issued in forward; 0 gathers on demand",
+            _THREE, "stage3_prefetch_bucket_size", "set_modules_to_forward_prefetch", "50M",
             note="a unit that it would bring back at once, around the end of forward, stays and is not gathered again",
+        ),
+        KnobInfo(
+            "backward_prefetch_distance", "zero", "auto, or a size", "elements", "auto: eight blocks beside a prefetch_distance of four, else the same",
+            "how far ahead of use gathers are issued in backward; 0 gathers on demand",
+            _THREE, None, "set_modules_to_backward_prefetch", "100M",
         ),
         KnobInfo(
             "param_persistence_threshold", "zero", "auto, or a size", "elements",

@@ -27,7 +27,7 @@ BYTES_MARK = "zerotune::bytes "
 @dataclass(slots=True)
 class PendingCollective:
     """A collective from its issue to the end of the wait for it; times are those of the clock, for it may be issued
-    before recording begins."""
+    before recording begins. Of ``sent_bytes`` so many are left out."""
 
     sequence: int
     kind: CollectiveKind

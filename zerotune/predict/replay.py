@@ -104,7 +104,7 @@ class _Clocks:
                 case Collect(params=params):
                     self._handle(sum(map(self.layout.param_padded, params)) * self.profile.reduce_itemsize)
                 case Reduce(bucket=bucket):
-                    self.reductions.append((bucket, self._issue(self._bucket_bytes(bucket))))
+                    self.reductions.append((bucket, self._issue(self._travelling_bytes(bucket))))
                 case Drain(keep=keep):
                     self._drain(keep)
         self.load.live = self.live
@@ -143,7 +143,15 @@ class _Clocks:
         params = self.schedule.buckets[bucket].params
         return sum(map(self.layout.param_padded, params)) * self.profile.reduce_itemsize
 
-    def _issue(self, full_bytes: int) -> float:
+    def _travelling_bytes(self, bucket: int) -> float:
+        left_out = self.profile.left_out
+        if not any(left_out):
+            return self._bucket_bytes(bucket)
+        params = self.schedule.buckets[bucket].params
+        travelling = sum(self.layout.param_padded(ref) * (1.0 - left_out[ref.unit]) for ref in params)
+        return travelling * self.profile.reduce_itemsize
+
+    def _issue(self, full_bytes: float) -> float:
         """Put a collective of so many bytes, full and padded, on the link; returns when it lands."""
         link, ranks = self.profile.link, self.layout.ranks
         sent = full_bytes * (ranks - 1) / ranks

@@ -78,7 +78,8 @@ class Measurement(Record):
         memory: Per rank.
         final_loss: Loss of the last step.
         startup_s: From the start of the run to its first step, seconds.
-        sent_elements_per_step: Elements that one rank sends in one step, from the ledger.
+        sent_elements_per_step: Elements that one rank has to send in one step, from the ledger; zeros that need not
+            travel are among them.
         collectives_per_step: Collectives in one step, from the ledger.
     """
 

@@ -55,6 +55,7 @@ class Profile(Record):
         gather_itemsize: Bytes of an element that is gathered.
         reduce_itemsize: Bytes of an element that is reduced.
         overlaps: Whether communication runs beside compute.
+        left_out: For every unit, the share of its reductions' bytes that is zeros and does not travel; empty for none.
     """
 
     step_s: float
@@ -63,6 +64,7 @@ class Profile(Record):
     gather_itemsize: int = 4
     reduce_itemsize: int = 4
     overlaps: bool = True
+    left_out: tuple[float, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

@@ -119,6 +119,7 @@ def _ledger_figures(row: EngineFigures) -> dict[str, Any]:
             flow.purpose: {
                 "count": flow.count,
                 "sent_bytes": flow.sent_bytes,
+                "left_out_bytes": flow.left_out_bytes,
                 "hidden_s": flow.hidden_s,
                 "exposed_s": flow.exposed_s,
             }

@@ -165,7 +165,7 @@ def _ledger(summary: LedgerSummary) -> list[Table]:
             each.purpose,
             format.number(each.count),
             format.number(each.elements),
-            format.memory(each.sent_bytes),
+            format.sent(each.sent_bytes, each.left_out_bytes),
             format.milliseconds(each.exposed_s),
         ]
         moved.add_row(*[Text(cell) for cell in cells])

@@ -10,7 +10,7 @@ from rich.text import Text
 from zerotune.records import ByteClass
 from zerotune.records.flow import Flow
 from zerotune.report.explain import Explanation, Held, Peak
-from zerotune.report.format import memory, milliseconds
+from zerotune.report.format import memory, milliseconds, sent
 from zerotune.report.printing import Sheet
 
 _SHOWN = 8
@@ -158,7 +158,7 @@ def _hidden(explanation: Explanation) -> list[Table | Text | None]:
         table.add_row(
             flow.title,
             f"{flow.count}",
-            sent_text(flow),
+            sent(flow.sent_bytes, flow.left_out_bytes),
             milliseconds(flow.hidden_s),
             milliseconds(flow.exposed_s),
             longest_text(flow),
@@ -168,12 +168,6 @@ def _hidden(explanation: Explanation) -> list[Table | Text | None]:
         table,
         Text(""),
     ]
-
-
-def sent_text(flow: Flow) -> str:
-    """What a rank sent of a flow, and the zeros that it left out."""
-    left_out = f", {memory(flow.left_out_bytes)} of zeros left out" if flow.left_out_bytes else ""
-    return f"{memory(flow.sent_bytes)}{left_out}"
 
 
 def longest_text(flow: Flow) -> str:

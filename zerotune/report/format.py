@@ -42,6 +42,12 @@ def memory(amount: float | None) -> str:
     return f"{amount:.0f} B" if amount < 1024 else humanize.naturalsize(amount, binary=True, format="%.1f")
 
 
+def sent(sent_bytes: int, left_out_bytes: int) -> str:
+    """``0.3 MiB, 3.7 MiB of zeros left out``."""
+    left_out = f", {memory(left_out_bytes)} of zeros left out" if left_out_bytes else ""
+    return f"{memory(sent_bytes)}{left_out}"
+
+
 def change(ratio: Interval | None) -> str:
     """A ratio as a change: ``+12.3 % [10.1, 14.6]``, and ``tie`` after it where the interval contains no change."""
     if ratio is None:

@@ -18,6 +18,7 @@ class CollectiveSummary(Record):
         elements: Elements of the full tensors that they assembled or reduced, on one rank.
         sent_bytes: Bytes sent, by the rank that sent most.
         exposed_s: Seconds that the step stood still for them, on the rank where it was longest.
+        left_out_bytes: Bytes that need not be sent, for they are zeros, of the rank that has fewest.
     """
 
     kind: CollectiveKind
@@ -26,6 +27,7 @@ class CollectiveSummary(Record):
     elements: int
     sent_bytes: int
     exposed_s: float
+    left_out_bytes: int = 0
 
 
 class LedgerSummary(Record):
@@ -73,6 +75,7 @@ def _by_purpose(ledger: Ledger) -> dict[tuple[CollectiveKind, str], CollectiveSu
             elements=entry.elements + (before.elements if before else 0),
             sent_bytes=entry.sent_bytes + (before.sent_bytes if before else 0),
             exposed_s=max(0.0, entry.done_s - entry.waited_s) + (before.exposed_s if before else 0.0),
+            left_out_bytes=entry.left_out_bytes + (before.left_out_bytes if before else 0),
         )
     return found
 
@@ -82,6 +85,7 @@ def _slowest(ranks: Sequence[CollectiveSummary]) -> CollectiveSummary:
         update={
             "sent_bytes": max(each.sent_bytes for each in ranks),
             "exposed_s": max(each.exposed_s for each in ranks),
+            "left_out_bytes": min(each.left_out_bytes for each in ranks),
         }
     )
 

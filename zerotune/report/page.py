@@ -16,7 +16,6 @@ from zerotune.report.explain_text import (
     longest_text,
     peak_rows,
     resident_text,
-    sent_text,
 )
 from zerotune.report.timeline import gradient_figure, memory_figure, timeline_figure
 
@@ -59,7 +58,7 @@ def explanation_page(run: Explained) -> str:
         peak_rows=peak_rows(found.peak),
         gradients=gradients_text(found),
         longest=longest_text,
-        sent=sent_text,
+        sent=format.sent,
         held=[each for each in found.held if each.idle_byte_s > 0][:_SHOWN],
         figures={
             "timeline": _inline(timeline_figure([("", run.ledgers)])),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zerotune.records import ByteClass, CollectiveEntry, CollectiveKind, Ledger, MemoryHistory
-from zerotune.report.format import memory, milliseconds
+from zerotune.report.format import memory, milliseconds, sent
 from zerotune.report.pictures import timeline
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def collective_words(entry: CollectiveEntry) -> str:
     units = ", ".join(entry.units[:4]) + (f" and {len(entry.units) - 4} more" if len(entry.units) > 4 else "")
     exposed = max(0.0, entry.done_s - entry.waited_s)
     return (
-        f"<b>{units}</b><br>{_LANES.get(entry.kind, entry.kind.value)}, {entry.purpose}, {memory(entry.sent_bytes)} sent<br>"
+        f"<b>{units}</b><br>{_LANES.get(entry.kind, entry.kind.value)}, {entry.purpose}, sent {sent(entry.sent_bytes, entry.left_out_bytes)}<br>"
         f"{milliseconds(entry.done_s - entry.issued_s)} ms, exposed {milliseconds(exposed)} ms"
     )
 

@@ -5,7 +5,8 @@ The rules, in the order in which they give way to each other:
 1. A unit is complete before the first event that uses it (*demand*), whatever the bounds say.
 2. Live elements stay within ``max_live_parameters``: prefetches that do not fit wait, and units that are only kept
    for a later use go, the one whose next use is farthest first.
-3. Elements ahead of use stay within ``prefetch_distance``; at a distance above 0 one larger unit may go.
+3. Elements ahead of use stay within ``prefetch_distance``, from where backward begins within
+   ``backward_prefetch_distance``; at a distance above 0 one larger unit may go.
 4. Consecutive gathers that are admitted at the same event share a collective, up to ``allgather_bucket_size``.
 
 Gathers are issued in the order of use, so the order of collectives is a function of the trace and the knobs alone.
@@ -487,7 +488,7 @@ class _Compiler:
 
     def _prefetch(self, index: int, step: list[Action]) -> None:
         """Issue the next gathers ahead of use, in the order of use, as far as the bounds admit."""
-        distance = int(self.knobs.prefetch_distance)
+        distance = self._distance(index)
         if distance == 0 or self.cursor == len(self.needs):
             return
         while True:
@@ -511,6 +512,11 @@ class _Compiler:
             state.ahead += sum(self.numel[unit] for unit in units)
             state.peak_ahead = max(state.peak_ahead, state.ahead)
             self.cursor = bucket[-1] + 1
+
+    def _distance(self, index: int) -> int:
+        """Elements that may be ahead of use after an event (-1: before the first)."""
+        is_forward = index < 0 or self.trace.events[index].phase is Phase.FORWARD
+        return int(self.knobs.prefetch_distance if is_forward else self.knobs.backward_prefetch_distance)
 
     def _next_bucket(self, index: int, distance: int) -> list[int]:
         """Needs that the next prefetch would carry; empty if nothing may be issued now."""

@@ -12,6 +12,10 @@ PREFETCH_BLOCKS = 4
 """Default of ``prefetch_distance``: with one block, the link idles while the loss and the head run backward; each further
 one costs its buffer at the peak, which falls there (docs/decisions.md)."""
 
+BACKWARD_PREFETCH_BLOCKS = 8
+"""Default of ``backward_prefetch_distance`` beside the default of ``prefetch_distance``, written out or not: the peak is over by
+then, and under the head's backward the link would be idle. Who sets another distance means a bound, and means it for both."""
+
 
 def resolve_knobs(knobs: Knobs, block: int) -> Knobs:
     """Replace every ``auto`` by its number.
@@ -23,9 +27,14 @@ def resolve_knobs(knobs: Knobs, block: int) -> Knobs:
     Returns:
         Knobs without ``auto``; the record of a run holds these.
     """
+    usual = PREFETCH_BLOCKS * block
+    is_usual = knobs.prefetch_distance in (AUTO, usual)
     numbers = {
         "allgather_bucket_size": block,
-        "prefetch_distance": PREFETCH_BLOCKS * block,
+        "prefetch_distance": usual,
+        "backward_prefetch_distance": BACKWARD_PREFETCH_BLOCKS * block
+        if is_usual
+        else knobs.prefetch_distance,
         "param_persistence_threshold": min(PERSISTENCE_LIMIT, block // 100),
         "reduce_bucket_size": block,
     }

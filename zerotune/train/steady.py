@@ -120,6 +120,6 @@ def measurement(
 
 
 def sent_elements(ledger: Ledger, ranks: int) -> int:
-    """Elements that one rank sends: (N-1)/N of what is gathered or reduced, twice that for an all-reduce."""
+    """Elements that one rank has to send, zeros among them: (N-1)/N of what is gathered or reduced, twice that for an all-reduce."""
     shares = {CollectiveKind.ALL_REDUCE: 2 * (ranks - 1), CollectiveKind.BROADCAST: ranks}
     return sum(entry.elements * shares.get(entry.kind, ranks - 1) // ranks for entry in ledger.collectives)

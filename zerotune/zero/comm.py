@@ -58,6 +58,13 @@ class Work:
         self._pending = pending
         self._is_lost = is_lost
 
+    @property
+    def left_out(self) -> float:
+        """Share of this rank's bytes that need not be sent, for they are zeros."""
+        return (
+            self._pending.left_out_bytes / self._pending.sent_bytes if self._pending.left_out_bytes else 0.0
+        )
+
     def wait(self) -> None:
         """Wait once; later calls return at once."""
         if self._wait is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ from zerotune.zero.passes import Pass, ScheduleBook
 from zerotune.zero.reducer import Reducer
 
 _REMEMBERED = 64
-"""Schedules whose calls are remembered."""
+"""Schedules that are remembered event by event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +315,11 @@ class Executor:
         if not self._passes or self._passes[-1].schedule is None:
             return None
         return self._passes[-1].schedule, self._passes[-1].next_event - 1
+
+    @property
+    def left_out(self) -> Mapping[int, float]:
+        """Share of the bytes of each unit's latest reduction that need not be sent; of a unit that is missing, none."""
+        return self._reducer.left_out
 
     @property
     def is_idle(self) -> bool:

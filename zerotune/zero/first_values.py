@@ -51,7 +51,8 @@ class FirstValues:
 
     @contextmanager
     def of(self, param: nn.Parameter) -> Iterator[torch.Tensor]:
-        """A parameter's values, rank 0's; those of a deferred build are made here, and only inside."""
+        """A parameter's values, rank 0's; those of a deferred build are made there, and only inside. What is loaded from
+        files has none before: zeros stand in."""
         if param in self._is_loaded:
             yield torch.zeros((), dtype=param.dtype, device=self._group.device).expand(param.shape)
             return

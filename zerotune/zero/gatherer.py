@@ -79,6 +79,8 @@ class Gatherer:
         self._dtype = dtype
         self._gathered_together: dict[tuple[int, ...], _Together] = {}
         self._refreshes: list[_Refresh] | None = None
+        self._head = comm.head_elements
+        self._rows_received = comm.rows_received
         self.complete: set[int] = set()
         self.in_flight: dict[int, _InFlight] = {}
 
@@ -87,12 +89,11 @@ class Gatherer:
         together = self._together(tuple(units))
         if together is None:
             return
-        head = self._comm.head_elements
-        shard, nbytes = self._to_send(together.flats, head)
-        buffer = self._take(head + together.in_turn.width)
-        work = self._comm.all_gather(buffer, shard, purpose, together.names, head)
+        shard, nbytes = self._to_send(together.flats, self._head)
+        buffer = self._take(self._head + together.in_turn.width)
+        work = self._comm.all_gather(buffer, shard, purpose, together.names, self._head)
         nbytes += 0 if buffer is None else buffer.nbytes
-        flight = _InFlight(together, work, shard, buffer, head, nbytes)
+        flight = _InFlight(together, work, shard, buffer, self._head, nbytes)
         self._ledger.add(ByteClass.FULL, nbytes)  # not before: if ranks diverged, nothing is in flight
         self._ledger.add_live(together.live)
         for unit in together.units:
@@ -216,7 +217,7 @@ class Gatherer:
 
     def _take(self, width: int) -> torch.Tensor | None:
         """Room for what a gather brings, if it brings anything  # [R * width]"""
-        rows = self._comm.rows_received
+        rows = self._rows_received
         return self._pool.take(rows * width, self._dtype) if rows else None
 
     def _to_send(self, slices: list[torch.Tensor], head: int = 0) -> tuple[torch.Tensor, int]:

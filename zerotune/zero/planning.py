@@ -308,7 +308,8 @@ class Planner:
     def _agree_on_times(self) -> None:
         """Of compute, the slowest rank's seconds; of communication those of the rank that came to it last."""
         kinds = self._kinds()
-        numbers = [min(self._step_s)]
+        shares = [self._executor.left_out.get(unit, 0.0) for unit in range(len(self._layout.units))]
+        numbers = [min(self._step_s), *shares]
         for digest in kinds:
             alone, beside = (self._times[stage][digest] for stage in (_Stage.ALONE, _Stage.BESIDE))
             computing = _medians(alone.computing)
@@ -316,12 +317,13 @@ class Planner:
             numbers += [stolen, *_medians(alone.acting), *computing]
         rows = self._group.gather_numbers(numbers)
         columns = list(zip(*rows, strict=True))
-        step_s, at = max(columns[0]), 1
+        step_s, at = max(columns[0]), 1 + len(shares)
+        left_out = tuple(map(fmean, columns[1:at]))
         passes: list[PassProfile] = []
         loads: list[EventLoad] = []
         alone_s: list[float] = []
         stolen_s = 0.0
-        unknown = self._profile_of(step_s, Link(), ())
+        unknown = self._profile_of(step_s, Link(), (), left_out)
         for digest, (schedule, count) in kinds.items():
             events = len(schedule.actions)
             stolen_s += fmean(columns[at])
@@ -331,10 +333,12 @@ class Planner:
             loads += replay(schedule, self._executor.layout, compute_s, unknown).loads[:-1]
             passes.append(PassProfile(order=digest, count=count, compute_s=compute_s))
         link = fit_link(loads, alone_s, stolen_s if self._knobs.overlap_comm else 0.0)
-        self._profile = self._profile_of(step_s, link, tuple(passes))
+        self._profile = self._profile_of(step_s, link, tuple(passes), left_out)
         self._usual_s = step_s
 
-    def _profile_of(self, step_s: float, link: Link, passes: tuple[PassProfile, ...]) -> Profile:
+    def _profile_of(
+        self, step_s: float, link: Link, passes: tuple[PassProfile, ...], left_out: tuple[float, ...]
+    ) -> Profile:
         gathered, reduced = self._itemsizes
         return Profile(
             step_s=step_s,
@@ -343,6 +347,7 @@ class Planner:
             gather_itemsize=gathered,
             reduce_itemsize=reduced,
             overlaps=self._knobs.overlap_comm,
+            left_out=left_out,
         )
 
     def _agree_on_bytes(self, held: list[int] | None) -> bool:

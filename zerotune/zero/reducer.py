@@ -110,6 +110,8 @@ class Reducer:
         self._filling: dict[int, _Filling] = {}
         self._in_flight: deque[_InFlight] = deque()
         self._collected: list[Sequence[ParamRef]] = []
+        self.left_out: dict[int, float] = {}
+        """Share of the bytes of each unit's latest reduction that need not be sent; of a unit that is missing, none."""
         self.looks_for_trouble = False
         """Whether to look at every full gradient, at the price of reading it once more, for :attr:`first_trouble`."""
         self.first_trouble: ShardedParam | None = None
@@ -159,7 +161,6 @@ class Reducer:
         grads: Sequence[torch.Tensor | None],
     ) -> None:
         """A rank that is alone has its sums in these gradients: they are kept as they are, in the dtype that travels."""
-        kept_bytes = 0
         for ref, param, grad in zip(refs, params, grads, strict=True):
             if grad is None or param.numel != param.slice:
                 flat = torch.empty(param.slice, dtype=self._dtype, device=param.master.device)
@@ -169,8 +170,7 @@ class Reducer:
                 if flat.dtype is not self._dtype:
                     flat = flat.to(self._dtype)
             filling.kept[ref] = flat
-            kept_bytes += flat.nbytes
-        self._ledger.add(ByteClass.GRADIENT, kept_bytes)
+            self._ledger.add(ByteClass.GRADIENT, flat.nbytes)  # at once: a later one may find no memory
 
     def _look_for_trouble(self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
         for param, grad in zip(params, grads, strict=True):
@@ -206,6 +206,8 @@ class Reducer:
             if self._comm.rows_received:
                 received = self._take(members.width * self._comm.rows_received, self._dtype)
             work = self._comm.exchange(received, sent, "gradient", members.names)
+            if work.left_out or self.left_out:
+                self.left_out.update(dict.fromkeys(members.units, work.left_out))
         self._in_flight.append(_InFlight(members, work, sent, received, is_sum, filling.kept))
 
     def drain(self, keep: int = 0) -> None:

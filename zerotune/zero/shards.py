@@ -32,7 +32,7 @@ class ShardedParam:
     """One parameter and this rank's slice of it.
 
     Attributes:
-        ref: Unit and index.
+        ref: Unit, and place in it.
         name: Its first name in the module.
         param: The module's parameter  # ND
         numel: Its elements, without padding.

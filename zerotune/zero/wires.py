@@ -33,7 +33,7 @@ import torch.distributed as dist
 from zerotune.zero.carrier import LOOK_S, Carrier
 from zerotune.zero.flights import Flight, Place
 from zerotune.zero.wiring import connect
-from zerotune.zero.zeros import most_bytes, pack, unpack
+from zerotune.zero.zeros import Packed, most_bytes, pack, unpack
 
 _HEADER = struct.Struct("<QQ?")  # key, bytes that follow, whether they are a packed row
 _WAKE_BYTES = 512 * 1024
@@ -86,6 +86,20 @@ def _bytes_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
+def _rows(
+    sources: Mapping[int, int], places: Mapping[int, Place]
+) -> dict[int, Packed | tuple[memoryview, ...]]:
+    """What each rank is sent, packed if it is mostly zeros; once for all ranks that are sent the same."""
+    found: dict[int, Packed | tuple[memoryview, ...]] = {}
+    by_address: dict[int, Packed | tuple[memoryview, ...]] = {}
+    for rank, address in sources.items():
+        if address not in by_address:
+            whole = _bytes_at(address, places[rank].nbytes)
+            by_address[address] = pack(whole) or (whole,)
+        found[rank] = by_address[address]
+    return found
+
+
 class Wires(Carrier):
     """This rank's connections in a process group. Creating it is collective.
 
@@ -117,6 +131,7 @@ class Wires(Carrier):
         landed: Callable[[BaseException | None], None],
     ) -> int:
         """Send a row to ranks, and receive one from each."""
+        rows = _rows(sources, places)  # before anything waits for it: it may find no memory
         flight = Flight(dict(places), set(sources), landed, keep)
         with self._flights.lock:
             ended = self._flights.begin(key, flight)
@@ -127,14 +142,11 @@ class Wires(Carrier):
         if stalls:
             self._wake()
         left_out = 0
-        for rank, address in sources.items():
-            whole = _bytes_at(address, places[rank].nbytes)
-            packed = pack(whole)
-            parts = [*packed] if packed else [whole]
-            nbytes = sum(part.nbytes for part in parts)
-            left_out += whole.nbytes - nbytes
-            header = memoryview(_HEADER.pack(key, nbytes, packed is not None))
-            self._send(self._wires[rank], _Row(key, flight, [header, *(part for part in parts if part)]))
+        for rank, row in rows.items():
+            nbytes = sum(part.nbytes for part in row)
+            left_out += places[rank].nbytes - nbytes
+            header = memoryview(_HEADER.pack(key, nbytes, isinstance(row, Packed)))
+            self._send(self._wires[rank], _Row(key, flight, [header, *(part for part in row if part)]))
         return left_out
 
     # ------------------------------------------------------------------------------------------------ both threads

@@ -41,10 +41,6 @@ class Packed(NamedTuple):
     blocks: memoryview
     tail: memoryview
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self)
-
 
 def _blocks_of(row: memoryview, count: int) -> npt.NDArray[np.int64]:
     return np.frombuffer(row, np.int64, count * BLOCK_BYTES // 8).reshape(count, BLOCK_BYTES // 8)
@@ -64,7 +60,7 @@ def pack(row: memoryview) -> Packed | None:
     if count < _LEAST_BLOCKS:
         return None
     whole = count * BLOCK_BYTES
-    probes = range(0, whole, count // _PROBES * BLOCK_BYTES)
+    probes = range(0, whole, -(-count // _PROBES) * BLOCK_BYTES)
     if sum(row[at : at + BLOCK_BYTES] != _NOTHING for at in probes) > _PROBES // 2:
         return None
     blocks = _blocks_of(row, count)
