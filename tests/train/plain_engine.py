@@ -21,6 +21,7 @@ RESOLVED = Knobs(
     stage=0,
     allgather_bucket_size=0,
     prefetch_distance=0,
+    backward_prefetch_distance=0,
     param_persistence_threshold=0,
     reduce_bucket_size=0,
 )
