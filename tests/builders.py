@@ -33,6 +33,7 @@ def make_config(micro_batch_size: int = 4, steps: int = 100, **knobs: Any) -> Jo
     zero = {
         "allgather_bucket_size": 790_000,
         "prefetch_distance": 790_000,
+        "backward_prefetch_distance": 790_000,
         "param_persistence_threshold": 7_900,
         "reduce_bucket_size": 790_000,
     } | knobs

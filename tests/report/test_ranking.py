@@ -25,11 +25,12 @@ from zerotune.config.schema import JobConfig
 from zerotune.records import Interval, RunKind, RunRecord, Status
 from zerotune.report.csv_view import csv_text
 from zerotune.report.describe import describe_run
+from zerotune.report.differences import Difference
 from zerotune.report.json_view import results_document, run_document, show_document
 from zerotune.report.ledgers import summarise
 from zerotune.report.printing import print_whole
 from zerotune.report.ranking import choose, rank_rows
-from zerotune.report.tables import outcomes, ranked_table, table_of_launches, table_of_left_out
+from zerotune.report.tables import changes_text, outcomes, ranked_table, table_of_launches, table_of_left_out
 
 STUDY = make_study(
     best="t-win",
@@ -328,3 +329,12 @@ def test_a_run_is_described_from_its_record_alone():
         assert words in text, words
     changed = [line.split()[0] for line in text.splitlines() if line.rstrip().endswith("changed")]
     assert changed == ["zero.prefetch_distance", "zero.release", "zero.overlap_comm"]
+
+
+def test_a_distance_of_backward_that_follows_is_not_named() -> None:
+    forward = Difference("zero.prefetch_distance", 4, 0)
+    release = Difference("zero.release", "after_use", "keep")
+    follows, apart = (Difference("zero.backward_prefetch_distance", 8, after) for after in (0, 2))
+    assert changes_text([forward, follows, release]) == "prefetch_distance=0 release=keep"
+    assert changes_text([forward, apart]) == "prefetch_distance=0 backward_prefetch_distance=2"
+    assert changes_text([apart]) == "backward_prefetch_distance=2"

@@ -102,6 +102,15 @@ def test_knobs_that_do_nothing_do_not_tell_configurations_apart() -> None:
     assert changes(keep, plan.baseline) == {"release": "keep"}
 
 
+def test_a_distance_of_backward_that_follows_is_not_named() -> None:
+    plan = PLANS["ranges"]
+    near = plan.configure({"prefetch_distance": 1.0})
+    assert near.zero.backward_prefetch_distance == near.zero.prefetch_distance
+    assert set(changes(near, plan.baseline)) == {"prefetch_distance"}
+    apart = plan.resolve(near.with_knobs({"backward_prefetch_distance": 7}), 4)
+    assert set(changes(apart, plan.baseline)) == {"prefetch_distance", "backward_prefetch_distance"}
+
+
 def test_knobs_of_the_train_section_are_searched_and_told_apart() -> None:
     space = "knobs:\n  activation_checkpointing: [none, full]\n  accumulate: [reduce, local]\n"
     plan = plan_of(make_job(), space)

@@ -165,8 +165,11 @@ def reason(run: RunRecord) -> str:
 
 
 def changes_text(changes: Iterable[Difference]) -> str:
-    """``prefetch_distance=0 release=keep``."""
-    return " ".join(f"{change.name}={format.setting(change.after)}" for change in changes)
+    """``prefetch_distance=0 release=keep``; a distance of backward that follows that of forward is not named beside it."""
+    named = {change.name: change.after for change in changes}
+    if named.get("prefetch_distance") == named.get("backward_prefetch_distance"):
+        named.pop("backward_prefetch_distance", None)
+    return " ".join(f"{name}={format.setting(value)}" for name, value in named.items())
 
 
 def _table(title: str | None, dispensable: Sequence[str] = ()) -> Sheet:

@@ -30,9 +30,15 @@ def canonical_key(job: JobConfig) -> str:
 
 
 def changes(job: JobConfig, baseline: JobConfig) -> dict[str, str]:
-    """Knobs of ``job`` that act and differ from the baseline's."""
+    """Knobs of ``job`` that act and differ from the baseline's.
+
+    A distance of backward that merely follows that of forward is not named beside it.
+    """
     usual = acting_knobs(baseline)
-    return {name: shown(value) for name, value in acting_knobs(job).items() if usual.get(name) != value}
+    found = {name: shown(value) for name, value in acting_knobs(job).items() if usual.get(name) != value}
+    if found.get("prefetch_distance") == found.get("backward_prefetch_distance"):
+        found.pop("backward_prefetch_distance", None)
+    return found
 
 
 def shown(value: Any) -> str:
