@@ -6,10 +6,10 @@ line's table, the documentation pages, validation messages and exporters are all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -177,7 +177,8 @@ REGISTRY: dict[str, KnobInfo] = {
             note="a unit that it would bring back at once, around the end of forward, stays and is not gathered again",
         ),
         KnobInfo(
-            "backward_prefetch_distance", "zero", "auto, or a size", "elements", "auto: eight blocks beside a prefetch_distance of four, else the same",
+            "backward_prefetch_distance", "zero", "auto, or a size", "elements",
+            "auto: eight blocks beside a prefetch_distance of four, else the same",
             "how far ahead of use gathers are issued in backward; 0 gathers on demand",
             _THREE, None, "set_modules_to_backward_prefetch", "100M",
         ),
@@ -235,6 +236,14 @@ REGISTRY: dict[str, KnobInfo] = {
         ),
     )
 }  # fmt: skip
+
+
+def named_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Of knobs that changed those that are named for a reader: a distance of backward that follows that of forward is not."""
+    named = dict(changes)
+    if named.get("prefetch_distance") == named.get("backward_prefetch_distance"):
+        named.pop("backward_prefetch_distance", None)
+    return named
 
 
 def find_knob(name: str) -> KnobInfo | None:

@@ -145,7 +145,7 @@ class _Clocks:
 
     def _travelling_bytes(self, bucket: int) -> float:
         left_out = self.profile.left_out
-        if not any(left_out):
+        if not left_out:
             return self._bucket_bytes(bucket)
         params = self.schedule.buckets[bucket].params
         travelling = sum(self.layout.param_padded(ref) * (1.0 - left_out[ref.unit]) for ref in params)

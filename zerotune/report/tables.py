@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from zerotune.config.knobs import named_changes
 from zerotune.records import RunKind, RunRecord, Status, StudyRecord
 from zerotune.report import format
 from zerotune.report.differences import Difference
@@ -165,10 +166,8 @@ def reason(run: RunRecord) -> str:
 
 
 def changes_text(changes: Iterable[Difference]) -> str:
-    """``prefetch_distance=0 release=keep``; a distance of backward that follows that of forward is not named beside it."""
-    named = {change.name: change.after for change in changes}
-    if named.get("prefetch_distance") == named.get("backward_prefetch_distance"):
-        named.pop("backward_prefetch_distance", None)
+    """``prefetch_distance=0 release=keep``."""
+    named = named_changes({change.name: change.after for change in changes})
     return " ".join(f"{name}={format.setting(value)}" for name, value in named.items())
 
 

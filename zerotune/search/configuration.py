@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from zerotune.config.knobs import REGISTRY, Release
+from zerotune.config.knobs import REGISTRY, Release, named_changes
 from zerotune.config.schema import JobConfig
 
 
@@ -30,15 +30,10 @@ def canonical_key(job: JobConfig) -> str:
 
 
 def changes(job: JobConfig, baseline: JobConfig) -> dict[str, str]:
-    """Knobs of ``job`` that act and differ from the baseline's.
-
-    A distance of backward that merely follows that of forward is not named beside it.
-    """
+    """Knobs of ``job`` that act and differ from the baseline's, as a reader is told of them."""
     usual = acting_knobs(baseline)
-    found = {name: shown(value) for name, value in acting_knobs(job).items() if usual.get(name) != value}
-    if found.get("prefetch_distance") == found.get("backward_prefetch_distance"):
-        found.pop("backward_prefetch_distance", None)
-    return found
+    found = {name: value for name, value in acting_knobs(job).items() if usual.get(name) != value}
+    return {name: shown(value) for name, value in named_changes(found).items()}
 
 
 def shown(value: Any) -> str:

@@ -38,7 +38,6 @@ class _InFlight:
     shard: torch.Tensor  # [H + W]: what is sent; on CUDA another stream reads it until it lands
     buffer: torch.Tensor | None
     """[R, H + W]: rows of all ranks or of all others, each with a tag, if any travels, and slices; None of a rank alone."""
-    head: int  # H
     nbytes: int  # that were allocated for it
 
 
@@ -93,7 +92,7 @@ class Gatherer:
         buffer = self._take(self._head + together.in_turn.width)
         work = self._comm.all_gather(buffer, shard, purpose, together.names, self._head)
         nbytes += 0 if buffer is None else buffer.nbytes
-        flight = _InFlight(together, work, shard, buffer, self._head, nbytes)
+        flight = _InFlight(together, work, shard, buffer, nbytes)
         self._ledger.add(ByteClass.FULL, nbytes)  # not before: if ranks diverged, nothing is in flight
         self._ledger.add_live(together.live)
         for unit in together.units:
@@ -254,7 +253,7 @@ class Gatherer:
         self._drop(flight)
 
     def _copy_out(self, flight: _InFlight, buffer: torch.Tensor) -> None:
-        in_turn, head = flight.together.in_turn, flight.head
+        in_turn, head = flight.together.in_turn, self._head
         with _labelled("copy_out", flight.together.names):
             for rows, first, end in self._comm.own_row(flight.shard):  # beside what still travels
                 in_turn.copy_out(rows, first, end)

@@ -318,7 +318,7 @@ class Planner:
         rows = self._group.gather_numbers(numbers)
         columns = list(zip(*rows, strict=True))
         step_s, at = max(columns[0]), 1 + len(shares)
-        left_out = tuple(map(fmean, columns[1:at]))
+        left_out = tuple(map(fmean, columns[1:at])) if any(map(any, columns[1:at])) else ()
         passes: list[PassProfile] = []
         loads: list[EventLoad] = []
         alone_s: list[float] = []
