@@ -23,9 +23,6 @@ DEFAULTS = "zerotune"
 COUNTED = 0.002
 """Relative change of what is counted (bytes, collectives, elements, memory) below which it is the same."""
 
-WAITS_FOR = ("500mbit",)
-"""Links on which a step of the defaults waits for what travels; compute hides the others."""
-
 TIMED = 0.1
 """Relative change of the milliseconds of one step's ledger below which they are the same."""
 
@@ -40,15 +37,12 @@ class Turn:
         promise: What its documentation says that this does, as figures that move: ``sent -`` for less of it, ``+`` for
             more, ``=`` for the same.
         beside: What is set beside it, and in what it is compared with, because the knob acts only there.
-        time: What it does to the time of a step that waits for the link, ``+`` or ``-``; where compute hides the link it
-            promises nothing.
     """
 
     knob: str
     to: str
     promise: tuple[str, ...]
     beside: tuple[str, ...] = ()
-    time: str = ""
 
     @property
     def name(self) -> str:
@@ -70,11 +64,11 @@ TURNS = (
     Turn("stage", "0", ("peak +",)),
     Turn("unit_size", "200k", ("collectives +", "sent +"), ("zero.allgather_bucket_size=200k",)),
     Turn("allgather_bucket_size", str(4 * BLOCK), ("collectives -", "sent =")),
-    Turn("prefetch_distance", "0", ("sent +", "hidden gathers -", "exposed gathers +"), time="+"),
+    Turn("prefetch_distance", "0", ("sent +", "hidden gathers -", "exposed gathers +", "time +")),
     Turn("prefetch_distance", str(8 * BLOCK), ("hidden gathers +", "live +")),
-    Turn("backward_prefetch_distance", str(4 * BLOCK), ("sent =", "hidden gathers -"), time="+"),
+    Turn("backward_prefetch_distance", str(4 * BLOCK), ("sent =", "hidden gathers -", "time +")),
     Turn("param_persistence_threshold", "300k", ("sent -", "collectives -", "peak +")),
-    Turn("release", "keep", ("sent -", "collectives -", "exposed gathers -", "live +", "peak +"), time="-"),
+    Turn("release", "keep", ("sent -", "collectives -", "exposed gathers -", "live +", "peak +", "time -")),
     Turn(
         "max_reuse_distance", str(12 * BLOCK), ("sent -", "collectives -", "live +"),
         ("zero.release=reuse", "zero.max_reuse_distance=0"),
@@ -85,11 +79,11 @@ TURNS = (
     ),
     Turn("max_live_parameters", "800k", ("live -", "peak -")),
     Turn("reduce_bucket_size", "200k", ("reductions +", "sent =")),
-    Turn("overlap_comm", "false", ("sent =", "hidden -", "exposed +"), time="+"),
+    Turn("overlap_comm", "false", ("sent =", "hidden -", "exposed +", "time +")),
     Turn("micro_batch_size", "2", ("peak -", "sent +", "collectives +", "time +")),
     Turn("activation_checkpointing", "full", ("peak -", "sent =", "time +")),
     Turn(
-        "accumulate", "local", ("sent -", "reductions -", "peak +"), ("train.micro_batch_size=2",), time="-"
+        "accumulate", "local", ("sent -", "reductions -", "peak +", "time -"), ("train.micro_batch_size=2",)
     ),
 )  # fmt: skip
 
@@ -133,13 +127,11 @@ class Turned:
 
     Attributes:
         turn: Which.
-        link: Which.
         figures: Of the engine.
         base: Of what it is compared with.
     """
 
     turn: Turn
-    link: str
     figures: Document
     base: Document
 
@@ -158,16 +150,10 @@ class Turned:
             return "="
         return "+" if now > before else "-"
 
-    @property
-    def promises(self) -> tuple[str, ...]:
-        """What is promised here."""
-        waits = self.turn.time and self.link in WAITS_FOR
-        return (*self.turn.promise, f"time {self.turn.time}") if waits else self.turn.promise
-
     def broken(self) -> list[str]:
         """Promises that were not kept, and what happened instead."""
         texts = []
-        for promise in self.promises:
+        for promise in self.turn.promise:
             figure, _, wanted = promise.rpartition(" ")
             found = self.moved(figure)
             if found != wanted:
@@ -175,13 +161,12 @@ class Turned:
         return texts
 
 
-def turned(link: str, document: Document) -> list[Turned]:
+def turned(document: Document) -> list[Turned]:
     """Every turn with its base."""
     engines = document["engines"]
     return [
         Turned(
             turn,
-            link,
             engines[f"zerotune:{turn.name}"],
             engines[f"zerotune:{turn.base}" if turn.beside else DEFAULTS],
         )
@@ -202,8 +187,7 @@ def table(documents: dict[str, Document]) -> str:
         "*time*: the paired ratio to what is in the second column, with its 95 % interval. *hidden* and *exposed*: "
         "milliseconds of one step's collectives under way beside compute, and waited for. *as documented*: `+`, `-` and "
         "`=` are what the knob's page promises of a figure; what moved otherwise is named. A time has moved if the "
-        f"interval lies on one side of 1, milliseconds if they changed by more than {TIMED:.0%}. What a knob does by moving "
-        "or hiding bytes shows in the time where a step waits for the link: that is promised at 500 Mbit/s alone.",
+        f"interval lies on one side of 1, milliseconds if they changed by more than {TIMED:.0%}.",
     ]
     for link, document in documents.items():
         lines += [
@@ -215,7 +199,7 @@ def table(documents: dict[str, Document]) -> str:
             ),
             row(["defaults", "", f"{document['engines'][DEFAULTS]['step_time_s'] * 1e3:.0f} ms",
                  *_figures(document["engines"][DEFAULTS]), ""]),
-            *(_row(each) for each in turned(link, document)),
+            *(_row(each) for each in turned(document)),
         ]  # fmt: skip
     lines += ["", "What each knob's page says:", ""]
     lines += [
@@ -235,7 +219,7 @@ def _row(each: Turned) -> str:
             or "defaults",
             f"{time.value:.3f} [{time.low:.3f}, {time.high:.3f}]",
             *_figures(each.figures),
-            f"{', '.join(each.promises)}: {verdict}",
+            f"{', '.join(turn.promise)}: {verdict}",
         ]
     )
 
@@ -268,7 +252,7 @@ def picture(documents: dict[str, Document], path: Path) -> None:
     )
     for number, (link, document) in enumerate(documents.items()):
         times, costs = axes[0][2 * number], axes[0][2 * number + 1]
-        each = turned(link, document)
+        each = turned(document)
         names = [f"{one.turn.knob}: {one.turn.to}" for one in each]
         values = [one.time for one in each]
         times.errorbar(

@@ -134,7 +134,8 @@ class Pass:
 
     def leave(self) -> None:
         """Follow the schedule no longer."""
-        self.left, self._open_uses = self.events, self.open_uses
+        self._open_uses = self.open_uses  # counted up to here
+        self.left = self.events
         self.schedule = None
 
     def note(self, event: Event, on_leave: Callable[[], None]) -> None:
