@@ -8,8 +8,9 @@ Run it on a quiet machine with two cores and the right to make network namespace
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import reference_search
 import torch
@@ -80,6 +81,7 @@ def table(name: str, documents: dict[str, Document]) -> str:
         lines.append(row([engine, *cells, mebibytes(figures["peak_memory_bytes"])]))
     rounds = [f"{document['rounds']} x {document['steps_per_round']}" for document in documents.values()]
     lines.append(row(["rounds x steps", *rounds, ""]))
+    lines += _processor(documents, engines)
     compared = [comparisons(document) for document in documents.values()]
     lines += [
         "",
@@ -99,6 +101,32 @@ def table(name: str, documents: dict[str, Document]) -> str:
     ]
     lines += [row([peer, *(_no_larger(document, peer) for document in documents.values())]) for peer in peers]
     return "\n".join(lines) + "\n"
+
+
+def _processor(documents: dict[str, Document], engines: Iterable[str]) -> list[str]:
+    """What a step consists of, where a rank has one core."""
+    spent = {
+        engine: [_spent(document["engines"].get(engine)) for document in documents.values()]
+        for engine in engines
+    }
+    if not any(any(cells) for cells in spent.values()):
+        return []
+    return [
+        "",
+        "A step of an engine, ms, mean over rounds and ranks: its own code (torch, Python) + the kernel (sockets, page "
+        "faults) + standing still (for the link, for the other rank).",
+        "",
+        *head(["engine", *(LINKS[link] for link in documents)]),
+        *(row([engine, *cells]) for engine, cells in spent.items()),
+    ]
+
+
+def _spent(figures: Document | None) -> str:
+    if figures is None or not figures.get("program_s"):
+        return ""
+    program, kernel = figures["program_s"], figures["kernel_s"]
+    still = max(0.0, mean(figures["round_times_s"]) - program - kernel)
+    return f"{program * 1e3:.0f} + {kernel * 1e3:.0f} + {still * 1e3:.0f}"
 
 
 def comparisons(document: Document) -> dict[str, str]:

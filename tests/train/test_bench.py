@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.builders import make_ledger
 from tests.ranks import end_pool, run_on_ranks
 from tests.train.contexts import FakeContext, make_job
+from zerotune.records import CollectiveEntry, CollectiveKind
 from zerotune.records.bench import BenchReport
+from zerotune.records.flow import flows_of
 from zerotune.train.bench import BenchSpec, run_bench
 
 ENGINES = ("zerotune", "ddp", "fsdp2")
@@ -37,8 +42,36 @@ def test_recomputation_is_everybodys() -> None:
         assert recomputed.engine(name).final_loss == pytest.approx(kept.engine(name).final_loss, abs=1e-6)
 
 
+@given(st.lists(st.tuples(st.integers(0, 1000), st.floats(0, 1)), min_size=1, max_size=4))
+def test_a_flow_has_the_longest_wait_and_the_most_bytes(ranks: list[tuple[int, float]]) -> None:
+    """Whichever rank each of them is of: ranks leave out different zeros of what all would send."""
+    ledgers = [
+        make_ledger(rank).model_copy(update={"collectives": [gather(1000, left_out, exposed)]})
+        for rank, (left_out, exposed) in enumerate(ranks)
+    ]
+    (flow,) = flows_of(ledgers)
+    assert flow.sent_bytes == 1000 - min(left_out for left_out, _ in ranks)
+    assert flow.sent_bytes + flow.left_out_bytes == 1000
+    assert flow.exposed_s == pytest.approx(max(exposed for _, exposed in ranks))
+
+
+def gather(nbytes: int, left_out: int, exposed_s: float) -> CollectiveEntry:
+    return CollectiveEntry(
+        sequence=1,
+        kind=CollectiveKind.ALL_GATHER,
+        purpose="forward",
+        units=("block",),
+        elements=nbytes // 2,
+        sent_bytes=nbytes - left_out,
+        left_out_bytes=left_out,
+        issued_s=0.0,
+        waited_s=1.0,
+        done_s=1.0 + exposed_s,
+    )
+
+
 def test_every_rank_has_the_same_flows() -> None:
-    """Collectives cost what they did on the rank where they were exposed most; peers keep no ledger."""
+    """Peers keep no ledger."""
     first, second = run_on_ranks(2, measure, "none", limit=120)
     assert first == second
     ours = first.engine("zerotune")

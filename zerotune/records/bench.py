@@ -20,6 +20,9 @@ class EngineFigures(Record):
             rank at once, with its share of the optimizer.
         step_time_s: Median over rounds, on the slowest rank, with its interval.
         round_times_s: Seconds per step of each round.
+        program_s: Seconds of processor time of a step in code of the rank's own, all threads, the mean over ranks. Where a
+            rank has one core, what is missing of the step it stood still: for the link or for another rank.
+        kernel_s: The same in the kernel: what sending and receiving cost.
         memory: Of every rank; empty for ``compute``.
         final_loss: Loss of the last step, the mean over ranks.
         sent_bytes: Bytes that one rank sends in a step: counted for ``zerotune``, by the documentation for peers.
@@ -30,6 +33,8 @@ class EngineFigures(Record):
     name: str
     step_time_s: Interval
     round_times_s: list[float]
+    program_s: float = 0.0
+    kernel_s: float = 0.0
     memory: list[MemoryUse] = Field(default_factory=list)
     final_loss: float
     sent_bytes: float = 0.0

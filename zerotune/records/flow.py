@@ -23,13 +23,14 @@ _LONGEST = 3
 
 
 class Flow(Record):
-    """All collectives of one purpose in one step, on the rank where they were exposed most.
+    """All collectives of one purpose in one step: times are those of the rank that stood still longest for them, bytes those
+    of the rank that sent most (ranks differ in what they leave out).
 
     Attributes:
         title: In words.
         purpose: As the ledger has it.
         count: How many.
-        sent_bytes: What a rank sent.
+        sent_bytes: What that rank sent.
         left_out_bytes: What it need not send, for it was zeros.
         exposed_s: What the step stood still for.
         hidden_s: What ran beside compute.
@@ -49,10 +50,13 @@ class Flow(Record):
 def flows_of(ledgers: Sequence[Ledger]) -> list[Flow]:
     """The flows of a step that these ledgers, one per rank, recorded, in the order of their first collectives."""
     purposes = dict.fromkeys(entry.purpose for ledger in ledgers for entry in ledger.collectives)
-    return [
-        max((_flow(ledger, purpose) for ledger in ledgers), key=lambda flow: flow.exposed_s)
-        for purpose in purposes
-    ]
+    return [_over_ranks([_flow(ledger, purpose) for ledger in ledgers]) for purpose in purposes]
+
+
+def _over_ranks(flows: Sequence[Flow]) -> Flow:
+    most = max(flows, key=lambda flow: flow.sent_bytes)
+    bytes_of_most = {"sent_bytes": most.sent_bytes, "left_out_bytes": most.left_out_bytes}
+    return max(flows, key=lambda flow: flow.exposed_s).model_copy(update=bytes_of_most)
 
 
 def exposed_s(entry: CollectiveEntry) -> float:

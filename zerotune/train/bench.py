@@ -38,6 +38,7 @@ from zerotune.train.engines import make_engine, settling_steps
 from zerotune.train.loop import Loop, synchronize
 from zerotune.train.measure import median_interval, paired_ratio
 from zerotune.train.optim import optimizer_factory
+from zerotune.train.processor import ProcessorTime
 from zerotune.train.progress import Reporter
 
 OURS = "zerotune"
@@ -133,6 +134,7 @@ class _Bench:
         train = spec.job.train
         self.data = build_data(spec.job.data, spec.job.model, train.seed, train.global_batch_size)
         self.loops: dict[str, Loop] = {}
+        self.processor: dict[str, ProcessorTime] = {}
         self.parameters = describe(spec.job).parameters
 
     def run(self) -> BenchReport:
@@ -217,7 +219,10 @@ class _Bench:
                 loop = self.loops[name]
                 # One step untimed: the caches are the other engine's, and what a step begins for the next is not there.
                 loop.take_step()
+                before = ProcessorTime.so_far()
                 mine[name] = statistics.fmean(loop.timed_step() for _ in range(self.spec.steps_per_round))
+                spent = ProcessorTime.so_far() - before
+                self.processor[name] = self.processor.get(name, ProcessorTime()) + spent
                 loop.engine.flush()  # nor may it run into the next engine's
             rows = self.group.gather_numbers([mine[name] for name in names])
             for index, name in enumerate(names):
@@ -229,10 +234,12 @@ class _Bench:
         final = {name: self._mean_losses(loop)[-1] for name, loop in self.loops.items()}
         compute = times[COMPUTE]
         figures, ratios = [], {}
+        steps = self.spec.rounds * self.spec.steps_per_round
         for name, loop in self.loops.items():
             flows = self._flows(loop) if name.startswith(OURS) else []
             sent = self._sent_bytes(name, loop, flows)
             limits = [max(own, sent / rate if rate else 0.0) for own in compute]
+            processor = self.processor[name].per_step(steps, self.group)
             uses = []
             if name != COMPUTE:
                 engine: Any = loop.engine
@@ -248,6 +255,8 @@ class _Bench:
                     name=name,
                     step_time_s=median_interval(times[name]),
                     round_times_s=times[name],
+                    program_s=processor.program,
+                    kernel_s=processor.kernel,
                     memory=uses,
                     final_loss=final[name],
                     sent_bytes=sent,
