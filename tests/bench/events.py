@@ -5,9 +5,8 @@
 A unit event is an entry to or an exit from a unit's use, in forward or in backward: four per unit and step. The
 difference of the times of forward and backward, over the number of events, holds our Python and the calls of torch
 that it makes (hooks on tensors, gathers and copies of tiny ones, on a group of one). The profile says which function
-takes it. A profiler makes Python slower: what it adds to a call is measured on calls of nothing, and taken off our
-functions' sum. Times are the processor's, and of all steps the shortest, so that other processes count least. The bar
-is 20 µs of our own Python per event.
+takes it. A profiler makes Python slower, so that its shares count, not its sums. Times are the processor's, and of all
+steps the shortest, so that other processes count least. The bar is 20 µs of our own Python per event.
 """
 
 from __future__ import annotations
@@ -109,38 +108,6 @@ class Spent(NamedTuple):
     name: str
 
 
-def _nothing() -> None:
-    pass
-
-
-class Added(NamedTuple):
-    """What the profiler adds to a caller and its callee of Python, and to the caller of a builtin, s per call."""
-
-    python: float
-    builtin: float
-
-    @classmethod
-    def measured(cls, calls: int = 100_000) -> Added:
-        def of_python() -> None:
-            for _ in range(calls):
-                _nothing()
-
-        def of_builtins() -> None:
-            for _ in range(calls):
-                len(())
-
-        def slowdown(function: Callable[[], None], names: tuple[str, ...]) -> float:
-            started = time.perf_counter()
-            function()
-            plain = time.perf_counter() - started
-            spent = stats_of(function)
-            return (
-                sum(total for (_, _, name), (_, _, total, *_) in spent.items() if name in names) - plain
-            ) / calls
-
-        return cls(slowdown(of_python, ("of_python", "_nothing")), slowdown(of_builtins, ("of_builtins",)))
-
-
 def stats_of(function: Callable[[], None]) -> dict[tuple[str, int, str], Any]:
     """What :mod:`pstats` keeps of a call."""
     profiler = cProfile.Profile()
@@ -151,14 +118,14 @@ def stats_of(function: Callable[[], None]) -> dict[tuple[str, int, str], Any]:
     return found
 
 
-def profile(step: Callable[[], None], steps: int, events: int) -> list[str]:
-    """Microseconds per event of every function of ours, and of what it calls outside of the package."""
+def profile(step: Callable[[], None], steps: int, events: int, per_event: float) -> list[str]:
+    """Microseconds per event of every function of ours, and of what it calls outside of the package; and how much of
+    ``per_event`` µs is the former."""
 
     def repeated() -> None:
         for _ in range(steps):
             step()
 
-    added = Added.measured()
     stats = stats_of(repeated)
     scale = 1 / steps / events
     own, called = [], []
@@ -171,11 +138,9 @@ def profile(step: Callable[[], None], steps: int, events: int) -> list[str]:
         if ours:  # without what these call in turn
             cost, times = sum(spent[2] for spent in ours), sum(spent[0] for spent in ours)
             called.append(Spent(cost * scale * 1e6, times * scale, name))
-    net = sum(each.cost - each.calls * added.python * 1e6 for each in own)
-    net -= sum(each.calls for each in called) * added.builtin * 1e6
+    mine, others = (sum(each.cost for each in kind) for kind in (own, called))
     return [
-        f"our own Python: {net:.1f} µs per event, without what the profiler adds "
-        f"({added.python * 1e6:.2f} µs to a call of Python, {added.builtin * 1e6:.2f} µs to a caller of anything else)",
+        f"of these {mine / (mine + others) * per_event:.1f} µs are our own Python, by the profile's shares",
         *_table("functions of the package", own),
         *_table("what they call", called),
     ]
@@ -225,7 +190,7 @@ def main() -> None:
         f"forward and backward: {passes * 1e3:.2f} ms more than plain, {passes / events * 1e6:.1f} µs per event"
     )
     print(f"step(): {updates * 1e3:.2f} ms more than plain, {updates / params * 1e6:.1f} µs per parameter")
-    print("\n".join(profile(with_it.step, 3, events)))
+    print("\n".join(profile(with_it.step, 3, events, passes / events * 1e6)))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ class LedgerKeeper:
 
     Args:
         rank: The rank whose ledger it is.
+
+    Attributes:
+        is_recording: Whether the history is kept.
     """
 
     def __init__(self, rank: int) -> None:
@@ -54,7 +57,7 @@ class LedgerKeeper:
         self._peak = dict.fromkeys(ByteClass, 0)
         self._at_rest: dict[ByteClass, int] = {}
         self._sequence = 0
-        self._is_recording = False
+        self.is_recording = False
         self._begun_s = 0.0
         self._entries: list[CollectiveEntry] = []
         self._samples: list[ByteSample] = []
@@ -84,7 +87,7 @@ class LedgerKeeper:
         self._bytes[byte_class] = now
         if now > self._peak[byte_class]:
             self._peak[byte_class] = now
-        if self._is_recording:
+        if self.is_recording:
             self._samples.append(ByteSample(time_s=self._now(), byte_class=byte_class, bytes=now))
             if torch.autograd._profiler_enabled():
                 with mark(f"{BYTES_MARK}{byte_class} {now}"):
@@ -129,7 +132,7 @@ class LedgerKeeper:
 
     def end_wait(self, pending: PendingCollective) -> None:
         """Log that a collective's result is there for whoever waited."""
-        if not self._is_recording:
+        if not self.is_recording:
             return
         self._entries.append(
             CollectiveEntry(
@@ -149,12 +152,12 @@ class LedgerKeeper:
 
     def begin_use(self, phase: str, scope: str) -> None:
         """Log that a module begins to use units that are complete."""
-        if self._is_recording:
+        if self.is_recording:
             self._open_uses.append((scope, phase, self._now()))
 
     def end_use(self, phase: str, scope: str) -> None:
         """Log that its latest use of that phase ends."""
-        if not self._is_recording:
+        if not self.is_recording:
             return
         now = self._now()
         for position in range(len(self._open_uses) - 1, -1, -1):
@@ -165,12 +168,12 @@ class LedgerKeeper:
 
     def release(self, unit: str) -> None:
         """Log that a unit's full parameters were freed."""
-        if self._is_recording:
+        if self.is_recording:
             self._releases.append(ReleaseEntry(unit=unit, time_s=self._now()))
 
     def begin(self) -> None:
         """Start recording; peaks and counts begin anew."""
-        self._is_recording = True
+        self.is_recording = True
         self._begun_s = time.perf_counter()
         with mark(BEGIN_MARK):
             pass
@@ -191,7 +194,7 @@ class LedgerKeeper:
 
     def end(self) -> Ledger:
         """Stop recording and hand out what was recorded."""
-        self._is_recording = False
+        self.is_recording = False
         return Ledger(
             rank=self._rank,
             collectives=sorted(self._entries, key=lambda entry: entry.sequence),

@@ -32,7 +32,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from zerotune.config.errors import UsageError
-from zerotune.models.marks import ENGINE, mark
+from zerotune.models.marks import ENGINE, is_profiled, mark
 from zerotune.schedule import Phase
 
 
@@ -148,11 +148,17 @@ class UseWatcher:
         self.reset()
 
     def _announce(self, call: _Call, phase: Phase | None = None) -> None:
-        with mark(ENGINE):
+        if is_profiled():
+            with mark(ENGINE):
+                self._listener.enter(phase or call.phase, call.scope.name, call.units)
+        else:
             self._listener.enter(phase or call.phase, call.scope.name, call.units)
 
     def _announce_end(self, call: _Call, phase: Phase | None = None) -> None:
-        with mark(ENGINE):
+        if is_profiled():
+            with mark(ENGINE):
+                self._listener.exit(phase or call.phase, call.scope.name, call.units)
+        else:
             self._listener.exit(phase or call.phase, call.scope.name, call.units)
 
     # -------------------------------------------------------------------------------------------------- forward
@@ -172,7 +178,8 @@ class UseWatcher:
 
     def _before_forward(self, scope: _Scope) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            call = _Call(scope, Phase.RECOMPUTE if self._is_recomputing else Phase.FORWARD)
+            is_recomputed = self._in_backward and self._is_recomputing
+            call = _Call(scope, Phase.RECOMPUTE if is_recomputed else Phase.FORWARD)
             self._announce(call)
             self._calls.append(call)
             if torch.is_grad_enabled():

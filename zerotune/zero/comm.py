@@ -44,19 +44,15 @@ def _nothing() -> None:
 class Work:
     """A collective under way. :meth:`wait` makes its result visible to what the current stream runs next."""
 
-    __slots__ = ("_is_lost", "_ledger", "_pending", "_wait")
+    __slots__ = ("_comm", "_ledger", "_pending", "_wait")
 
     def __init__(
-        self,
-        wait: Callable[[], None],
-        ledger: LedgerKeeper,
-        pending: PendingCollective,
-        is_lost: Callable[[], bool] = lambda: False,
+        self, wait: Callable[[], None], comm: Communicator, ledger: LedgerKeeper, pending: PendingCollective
     ) -> None:
         self._wait: Callable[[], None] | None = wait
+        self._comm = comm
         self._ledger = ledger
         self._pending = pending
-        self._is_lost = is_lost
 
     @property
     def left_out(self) -> float:
@@ -67,12 +63,14 @@ class Work:
 
     def wait(self) -> None:
         """Wait once; later calls return at once."""
-        if self._wait is None:
+        wait = self._wait
+        if wait is None:
             return
         self._ledger.begin_wait(self._pending)
-        self._wait()
+        wait()
         self._wait = None
-        self._ledger.end_wait(self._pending)
+        if self._ledger.is_recording:
+            self._ledger.end_wait(self._pending)
 
     def settle(self) -> bool:
         """Wait if there is anything to wait for, where the result is not needed.
@@ -80,7 +78,7 @@ class Work:
         Returns:
             Whether its buffers may be used again; not if ranks diverged, for then something may still be written.
         """
-        if self._is_lost():
+        if self._comm.is_broken:
             return False
         self.wait()
         return True
@@ -222,10 +220,10 @@ class Communicator:
             units: For the ledger.
             head: How many of the n, at the beginning, are room for a tag: ``head_elements``, or 0 for none.
         """
+        if self._group.size == 1:
+            return self._alone(CollectiveKind.ALL_GATHER, purpose, units, shard)
         elements = shard.numel() * self._group.size
         pending, number = self._log(CollectiveKind.ALL_GATHER, purpose, units, elements, shard.itemsize, head)
-        if self._group.size == 1:
-            return self._started(_nothing, pending)
         assert output is not None
         if head:
             assert self._guard is not None
@@ -252,11 +250,11 @@ class Communicator:
             purpose: For the ledger.
             units: For the ledger.
         """
+        if self._group.size == 1:
+            return self._alone(CollectiveKind.REDUCE_SCATTER, purpose, units, rows)
         pending, number = self._log(
             CollectiveKind.REDUCE_SCATTER, purpose, units, rows.numel(), rows.itemsize
         )
-        if self._group.size == 1:
-            return self._started(_nothing, pending)
         assert output is not None
 
         def issue() -> Waitable | None:
@@ -317,6 +315,11 @@ class Communicator:
     def _is_async(self) -> bool:
         # On CUDA the side streams already give the overlap; a synchronous call orders the op after the side stream.
         return self._group.device.type != "cuda"
+
+    def _alone(self, kind: CollectiveKind, purpose: str, units: Sequence[str], tensor: torch.Tensor) -> Work:
+        """Log what would have sent a tensor, were there anybody else."""
+        pending = self._ledger.issue(kind, purpose, units, tensor.numel(), 0, tensor.itemsize)
+        return self._started(_nothing, pending)
 
     def _log(
         self,
@@ -385,7 +388,7 @@ class Communicator:
         self._tags_differ = differ if self._tags_differ is None else self._tags_differ | differ
 
     def _started(self, wait: Callable[[], None], pending: PendingCollective) -> Work:
-        work = Work(wait, self._ledger, pending, lambda: self.is_broken)
+        work = Work(wait, self, self._ledger, pending)
         if not self.overlaps:
             work.wait()
         return work

@@ -14,7 +14,6 @@ from torch import nn
 from zerotune.config.errors import UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.engine import LedgerKeeper
-from zerotune.models.access import not_reading
 from zerotune.schedule import (
     Action,
     Bucket,
@@ -175,18 +174,22 @@ class Executor:
         if step is None:
             self._complete_for(self._note(EventKind.ENTER, phase, scope, units))
         else:
-            self._run(step.calls)
+            if step.calls:
+                self._run(step.calls)
             if not self._gatherer.complete.issuperset(step.needed):
                 self._complete_for(Event(EventKind.ENTER, phase, scope, units))
         self._gatherer.expose(units)
-        self._ledger.begin_use(phase, scope)
+        if self._ledger.is_recording:
+            self._ledger.begin_use(phase, scope)
 
     def exit(self, phase: Phase, scope: str, units: tuple[int, ...]) -> None:
-        self._ledger.end_use(phase, scope)
+        if self._ledger.is_recording:
+            self._ledger.end_use(phase, scope)
         step = self._expected(EventKind.EXIT, phase, scope, units)
         if step is not None:
             self._gatherer.conceal(step.closed)
-            self._run(step.calls)
+            if step.calls:
+                self._run(step.calls)
             return
         event = self._note(EventKind.EXIT, phase, scope, units)
         open_uses = self._open_everywhere()
@@ -198,14 +201,15 @@ class Executor:
 
         A pass inside another follows none.
         """
-        if len(self._passes) != 1 or self._passes[0].schedule is None:
+        passes = self._passes
+        if len(passes) != 1:
             return None
-        current = self._passes[0]
+        current = passes[0]
         index = current.next_event
-        if index == len(self._following):
+        if current.schedule is None or index == len(self._following):
             return None
         step = self._following[index]
-        if step.kind is kind and step.phase is phase and step.scope == scope and step.units == units:
+        if step.scope == scope and step.kind is kind and step.phase is phase and step.units == units:
             current.next_event = index + 1
             return step
         return None
@@ -242,10 +246,6 @@ class Executor:
 
     def end_backward(self) -> None:
         """Backward has returned and every use is closed: reduce what is left and end the pass."""
-        with not_reading():
-            self._end_backward()
-
-    def _end_backward(self) -> None:
         current = self._passes[-1]
         if self._reduces_in_pass:
             if current.is_complete:
@@ -263,10 +263,9 @@ class Executor:
 
     def reduce_accumulated(self) -> None:
         """Reduce the gradients that the window's passes left where they are."""
-        with not_reading():
-            buckets, actions = self._on_demand.reductions(self._reducer.uncollected())
-            self._do(actions, buckets)
-            self._reducer.end_pass()
+        buckets, actions = self._on_demand.reductions(self._reducer.uncollected())
+        self._do(actions, buckets)
+        self._reducer.end_pass()
 
     @property
     def next_opening(self) -> tuple[Gather, ...]:
@@ -436,13 +435,10 @@ class Executor:
             )
 
     def _run(self, calls: Sequence[Callable[[], None]]) -> None:
-        if not calls:
-            return
         self._is_acting = True
         try:
-            with not_reading():
-                for call in calls:
-                    call()
+            for call in calls:
+                call()
         finally:
             self._is_acting = False
 

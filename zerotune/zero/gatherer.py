@@ -16,17 +16,40 @@ from zerotune.zero.shards import ShardedParam, ShardedUnit, ShardStore, SlicesIn
 
 
 class _Together:
-    """Units that are gathered in one AllGather."""
+    """Units that are gathered in one AllGather.
 
-    def __init__(self, units: tuple[int, ...], sharded: Sequence[ShardedUnit], ranks: int) -> None:
+    Args:
+        units: Their indices.
+        sharded: They themselves.
+        ranks: Number of ranks, N.
+        head: Elements of a tag that travels before their slices, H.
+
+    Attributes:
+        whole: What a rank sends, if nothing need be copied for it  # [H + W]
+        live: Elements of the parameters; tags take memory but are none.
+    """
+
+    def __init__(self, units: tuple[int, ...], sharded: Sequence[ShardedUnit], ranks: int, head: int) -> None:
         self.units = units
         self.sharded = sharded
         self.names = tuple(unit.name for unit in sharded)
-        self.flats = [unit.flat for unit in sharded]
+        self._flats = [unit.flat for unit in sharded]
+        self._head = head
         self.full_bytes = sum(unit.full_bytes for unit in sharded)
         self.in_turn = SlicesInTurn([param for unit in sharded for param in unit.gathered])
+        self.width = head + self.in_turn.width
         self.live = ranks * self.in_turn.width
-        """Elements of the parameters; tags take memory but are none."""
+        self.whole: torch.Tensor | None = None
+        if len(sharded) == 1 and not head:
+            self.whole = self._flats[0]
+        elif ranks == 1:  # nobody reads it
+            self.whole = self._flats[0].new_empty(1).expand(self.width)
+
+    def packed(self) -> torch.Tensor:
+        """What a rank sends, put together: room for a tag, and the slices  # [H + W]"""
+        if self._head:
+            return torch.cat([self._flats[0].new_empty(self._head), *self._flats])
+        return torch.cat(self._flats)
 
 
 @dataclass(eq=False, slots=True)
@@ -88,12 +111,17 @@ class Gatherer:
         together = self._together(tuple(units))
         if together is None:
             return
-        shard, nbytes = self._to_send(together.flats, self._head)
-        buffer = self._take(self._head + together.in_turn.width)
+        shard, nbytes = together.whole, 0
+        if shard is None:
+            shard = together.packed()
+            nbytes = shard.nbytes
+        buffer = self._take(together.width)
         work = self._comm.all_gather(buffer, shard, purpose, together.names, self._head)
-        nbytes += 0 if buffer is None else buffer.nbytes
+        if buffer is not None:
+            nbytes += buffer.nbytes
         flight = _InFlight(together, work, shard, buffer, nbytes)
-        self._ledger.add(ByteClass.FULL, nbytes)  # not before: if ranks diverged, nothing is in flight
+        # Not before: if ranks diverged, nothing is in flight.
+        self._ledger.add(ByteClass.FULL, nbytes)
         self._ledger.add_live(together.live)
         for unit in together.units:
             self.in_flight[unit] = flight
@@ -122,7 +150,8 @@ class Gatherer:
                 self.complete.discard(unit)
                 sharded = self._shards.units[unit]
                 sharded.free()
-                self._ledger.release(sharded.name)
+                if self._ledger.is_recording:
+                    self._ledger.release(sharded.name)
                 self._ledger.add(ByteClass.FULL, -sharded.full_bytes)
                 self._ledger.add_live(-(sharded.width * self._ranks))
 
@@ -168,7 +197,7 @@ class Gatherer:
         if self._refreshes is None:
             self._refreshes = [self._refresh(params) for params in self._refresh_buckets(bucket_size)]
         for refresh in self._refreshes:
-            shard, nbytes = self._to_send([p.shard for p in refresh.in_turn.params])
+            shard, nbytes = self._to_refresh(refresh.in_turn)
             buffer = self._take(refresh.in_turn.width)
             nbytes += 0 if buffer is None else buffer.nbytes
             self._ledger.add(ByteClass.FULL, nbytes)
@@ -211,7 +240,7 @@ class Gatherer:
         found = self._gathered_together.get(units)
         if found is None:
             sharded = [self._shards.units[unit] for unit in units]
-            found = self._gathered_together[units] = _Together(units, sharded, self._ranks)
+            found = self._gathered_together[units] = _Together(units, sharded, self._ranks, self._head)
         return found
 
     def _take(self, width: int) -> torch.Tensor | None:
@@ -219,18 +248,14 @@ class Gatherer:
         rows = self._rows_received
         return self._pool.take(rows * width, self._dtype) if rows else None
 
-    def _to_send(self, slices: list[torch.Tensor], head: int = 0) -> tuple[torch.Tensor, int]:
-        """What this rank sends, and the bytes that were allocated for it.
-
-        Args:
-            slices: What it consists of.
-            head: Room for a tag before them.
-        """
-        if len(slices) == 1 and not head:
+    def _to_refresh(self, in_turn: SlicesInTurn) -> tuple[torch.Tensor, int]:
+        """This rank's slices of persistent parameters, and the bytes that were allocated to put them together."""
+        slices = [p.shard for p in in_turn.params]
+        if len(slices) == 1:
             return slices[0], 0
         if self._ranks == 1:  # nobody reads it
-            return slices[0].new_empty(1).expand(sum(piece.numel() for piece in slices)), 0
-        shard = torch.cat([slices[0].new_empty(head), *slices] if head else slices)
+            return slices[0].new_empty(1).expand(in_turn.width), 0
+        shard = torch.cat(slices)
         return shard, shard.nbytes
 
     def _land(self, flight: _InFlight) -> None:

@@ -11,6 +11,7 @@ from itertools import accumulate, chain
 import torch
 
 from zerotune.engine import LedgerKeeper
+from zerotune.models.access import not_reading
 from zerotune.records import ByteClass
 from zerotune.schedule import Bucket, Layout, ParamRef
 from zerotune.zero.comm import Communicator, Work
@@ -32,15 +33,22 @@ class _Members:
     def __init__(self, bucket: Bucket, shards: ShardStore) -> None:
         self.bucket = bucket
         self.params = [shards[ref] for ref in bucket.params]
+        self.owners = [param.param for param in self.params]
         self.names = tuple(param.name for param in self.params)
         self.units = list(dict.fromkeys(ref.unit for ref in bucket.params))
         self.sizes = [param.slice for param in self.params]
         self.width = sum(self.sizes)
+        self.are_even = all(0 < param.numel == param.rows.shape[0] * param.slice for param in self.params)
+        """Whether none of them is padded, nor empty."""
+        self.is_one_in_rows = self.are_even and len(self.params) == 1
+        """Whether it is one parameter, whose gradient is N rows as it stands."""
         ends = list(accumulate(self.sizes))
         self.columns = {
             ref: slice(end - size, end)
             for ref, size, end in zip(bucket.params, self.sizes, ends, strict=True)
         }
+        self.no_room: torch.Tensor | None = None
+        """What a rank that is alone fills: nothing, in the shape of a bucket."""
         self.compared_with: Sequence[ShardedParam] | None = None
         """What trained when ``are_whole_units`` was found."""
         self.are_whole_units = False
@@ -53,6 +61,7 @@ class _Filling:
 
     members: _Members
     rows: torch.Tensor  # [N, W]; of a rank alone, no room but its shape
+    is_gradient: bool = False  # the rows are the gradient itself, nothing of the pool's
     collected: list[Sequence[ParamRef]] = field(default_factory=list)
     kept: dict[ParamRef, torch.Tensor] = field(default_factory=dict)  # gradients of a rank alone, 1D
 
@@ -64,13 +73,10 @@ class _InFlight:
     members: _Members
     work: Work
     sent: torch.Tensor
+    is_gradient: bool  # as in the filling
     received: torch.Tensor | None  # rows to be summed, of all ranks or of all others, or their sum, [W]
     is_sum: bool
     kept: dict[ParamRef, torch.Tensor]
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        return [] if self.received is None else [self.sent, self.received]
 
 
 class Reducer:
@@ -105,7 +111,6 @@ class Reducer:
         self._ledger = ledger
         self._dtype = dtype
         self._replicate = replicate
-        self._no_room = torch.empty(1, dtype=dtype)
         self._members: dict[int, _Members] = {}
         self._filling: dict[int, _Filling] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -120,36 +125,47 @@ class Reducer:
     def collect(self, index: int, bucket: Bucket, refs: Sequence[ParamRef]) -> None:
         """Copy full gradients into a bucket and free them; a parameter without one counts as zeros.
 
+        Where a bucket is one gradient that needs no padding, nothing is copied: it is sent from where it is. It is the
+        largest of all, that of an embedding or a head, and often comes while activations are most.
+
         Args:
             index: The bucket's index, unique within the pass.
             bucket: Its members.
             refs: The members to collect now.
         """
-        filling = self._filling.get(index)
-        if filling is None:
-            filling = self._filling[index] = self._start(bucket)
-        members = filling.members
+        members = self._members_of(bucket)
         is_whole = len(refs) == len(members.params)
         params = members.params if is_whole else [self._shards[ref] for ref in refs]
-        grads = [param.param.grad for param in params]
+        owners = members.owners if is_whole else [param.param for param in params]
+        with not_reading():
+            grads = [owner.grad for owner in owners]
         if self.looks_for_trouble:
             self._look_for_trouble(params, grads)
+        is_ready = (
+            is_whole
+            and members.are_even
+            and all(grad is not None and grad.dtype is self._dtype for grad in grads)
+        )
+        filling = self._filling.get(index)
+        if filling is None:
+            gradient = grads[0] if is_ready and members.is_one_in_rows and self._ranks > 1 else None
+            filling = self._filling[index] = self._start(members, gradient)
         if self._ranks == 1:
             self._keep(filling, refs, params, grads)
-        elif is_whole and all(
-            grad is not None and grad.dtype is self._dtype and 0 < grad.numel() == self._ranks * size
-            for size, grad in zip(members.sizes, grads, strict=True)
-        ):
+        elif filling.is_gradient:
+            pass
+        elif is_ready:
             # What is whole and needs no padding goes in one operation.
             flat = [grad.detach().reshape(-1) for grad in grads if grad is not None]
             torch._chunk_cat(flat, 0, self._ranks, out=filling.rows)
         else:
             for ref, param, grad in zip(refs, params, grads, strict=True):
                 _copy_rows(filling.rows[:, members.columns[ref]], grad, param.numel)
-        for param, grad in zip(params, grads, strict=True):
-            if grad is not None:
-                param.param.grad = None
-                param.is_touched = True
+        with not_reading():
+            for owner, param, grad in zip(owners, params, grads, strict=True):
+                if grad is not None:
+                    owner.grad = None
+                    param.is_touched = True
         filling.collected.append(refs)
         self._collected.append(refs)
 
@@ -182,11 +198,15 @@ class Reducer:
     def uncollected(self) -> list[ParamRef]:
         """Trainable parameters that no bucket of this pass took yet, or whose gradient came after it did."""
         collected = set(chain.from_iterable(self._collected))
-        return [p.ref for p in self._shards.trainable if p.ref not in collected or p.param.grad is not None]
+        with not_reading():
+            return [
+                p.ref for p in self._shards.trainable if p.ref not in collected or p.param.grad is not None
+            ]
 
     def late(self) -> list[ParamRef]:
         """Parameters whose gradient is still full: autograd delivered it after their bucket was filled."""
-        return [p.ref for p in self._shards.trainable if p.param.grad is not None]
+        with not_reading():
+            return [p.ref for p in self._shards.trainable if p.param.grad is not None]
 
     def end_pass(self) -> None:
         """The next bucket belongs to a new pass."""
@@ -208,7 +228,9 @@ class Reducer:
             work = self._comm.exchange(received, sent, "gradient", members.names)
             if work.left_out or self.left_out:
                 self.left_out.update(dict.fromkeys(members.units, work.left_out))
-        self._in_flight.append(_InFlight(members, work, sent, received, is_sum, filling.kept))
+        self._in_flight.append(
+            _InFlight(members, work, sent, filling.is_gradient, received, is_sum, filling.kept)
+        )
 
     def drain(self, keep: int = 0) -> None:
         """Finish the oldest reductions until at most ``keep`` are in flight; none will finish if ranks diverged."""
@@ -216,10 +238,15 @@ class Reducer:
             if not self._comm.is_broken:
                 self._finish(self._in_flight[0])
             else:
-                for buffer in self._in_flight[0].buffers:
-                    self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
-                    self._pool.lose(buffer)
+                self._lose(self._in_flight[0])
             self._in_flight.popleft()
+
+    def _lose(self, reduction: _InFlight) -> None:
+        """Keep what a collective that will not end may still read or write."""
+        if reduction.received is not None:
+            for buffer in (reduction.sent, reduction.received):
+                self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
+                self._pool.lose(buffer)
 
     def abandon(self) -> None:
         """Reduce what has been collected of unfinished buckets as it stands.
@@ -243,7 +270,7 @@ class Reducer:
         """Drop everything, after an error."""
         for filling in self._filling.values():
             if self._ranks > 1:
-                self._give(filling.rows.view(-1))
+                self._give(filling.rows.view(-1), filling.is_gradient)
             self._forget(filling.kept)
         self._filling.clear()
         self._collected.clear()
@@ -255,17 +282,25 @@ class Reducer:
 
     # ----------------------------------------------------------------------------------------------- inside
 
-    def _start(self, bucket: Bucket) -> _Filling:
+    def _members_of(self, bucket: Bucket) -> _Members:
         members = self._members.get(id(bucket))
         if members is None or members.bucket is not bucket:
             if len(self._members) >= _REMEMBERED:
                 self._members.clear()  # of schedules that are long gone
             members = self._members[id(bucket)] = _Members(bucket, self._shards)
+        return members
+
+    def _start(self, members: _Members, gradient: torch.Tensor | None) -> _Filling:
+        """Begin a bucket: with room for all of it, or with the one gradient that it consists of."""
         if self._ranks == 1:
-            return _Filling(members, self._no_room.expand(members.width))
-        return _Filling(
-            members, self._take(self._ranks * members.width, self._dtype).view(self._ranks, members.width)
-        )
+            if members.no_room is None:
+                members.no_room = torch.empty(1, dtype=self._dtype).expand(members.width)
+            return _Filling(members, members.no_room)
+        shape = self._ranks, members.width
+        if gradient is not None:
+            self._ledger.add(ByteClass.GRADIENT, gradient.nbytes)
+            return _Filling(members, gradient.detach().reshape(shape), is_gradient=True)
+        return _Filling(members, self._take(self._ranks * members.width, self._dtype).view(shape))
 
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()
@@ -289,8 +324,9 @@ class Reducer:
                 self._give(summed)
         for param in members.params:
             param.has_grad = True
-        for buffer in reduction.buffers:
-            self._give(buffer)
+        if reduction.received is not None:
+            self._give(reduction.sent, reduction.is_gradient)
+            self._give(reduction.received)
 
     def _rows_to_sum(self, reduction: _InFlight, received: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's row, in rank order  # N of [W]"""
@@ -370,9 +406,10 @@ class Reducer:
         self._ledger.add(ByteClass.GRADIENT, buffer.nbytes)
         return buffer
 
-    def _give(self, buffer: torch.Tensor) -> None:
+    def _give(self, buffer: torch.Tensor, is_gradient: bool = False) -> None:
         self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
-        self._pool.give(buffer)
+        if not is_gradient:
+            self._pool.give(buffer)
 
 
 def _copy_rows(target: torch.Tensor, gradient: torch.Tensor | None, numel: int) -> None:
