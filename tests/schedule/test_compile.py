@@ -201,7 +201,7 @@ def test_backward_gathers_further_ahead_unless_another_distance_is_set() -> None
         found = resolve_knobs(Knobs(**knobs), 160)
         return int(found.prefetch_distance), int(found.backward_prefetch_distance)
 
-    assert resolved() == resolved(prefetch_distance=4 * 160) == (4 * 160, 8 * 160)
+    assert resolved() == resolved(prefetch_distance=4 * 160) == (4 * 160, 5 * 160)
     assert resolved(prefetch_distance=0) == (0, 0)
     assert resolved(prefetch_distance=5) == (5, 5)
     assert resolved(prefetch_distance=5, backward_prefetch_distance=10) == (5, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 from tests.builders import make_ledger
 from tests.ranks import end_pool, run_on_ranks
 from tests.train.contexts import FakeContext, make_job
+from zerotune.config.load import load_job
 from zerotune.records import CollectiveEntry, CollectiveKind
 from zerotune.records.bench import BenchReport
 from zerotune.records.flow import flows_of
 from zerotune.train.bench import BenchSpec, run_bench
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ENGINES = ("zerotune", "ddp", "fsdp2")
 
 
@@ -40,6 +43,22 @@ def test_recomputation_is_everybodys() -> None:
         before, after = (report.engine(name).peak_memory_bytes for report in (kept, recomputed))
         assert before is not None and after is not None and after < 0.9 * before, name
         assert recomputed.engine(name).final_loss == pytest.approx(kept.engine(name).final_loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("width", [256, 512])
+def test_defaults_take_no_more_memory_than_fsdp2(width: int) -> None:
+    """The reference models, of 10.5 M and 34 M parameters: the larger one's activations are a smaller part of its peak."""
+    (report, _) = run_on_ranks(2, peaks, width, limit=300)
+    ours, theirs = (report.engine(name).peak_memory_bytes for name in ("zerotune", "fsdp2"))
+    assert ours is not None and theirs is not None and ours <= theirs
+
+
+def peaks(rank: int, size: int, width: int) -> BenchReport:
+    job = load_job(EXAMPLES / "bench.yaml", [f"model.gpt.d_model={width}"]).job
+    spec = BenchSpec(
+        job=job, engines=("zerotune", "fsdp2"), run_dir="", rounds=2, steps_per_round=1, warmup_steps=2
+    )
+    return run_bench(FakeContext(rank=rank, world_size=size), spec)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.floats(0, 1)), min_size=1, max_size=4))

@@ -178,7 +178,7 @@ REGISTRY: dict[str, KnobInfo] = {
         ),
         KnobInfo(
             "backward_prefetch_distance", "zero", "auto, or a size", "elements",
-            "auto: eight blocks beside a prefetch_distance of four, else the same",
+            "auto: five blocks beside a prefetch_distance of four, else the same",
             "how far ahead of use gathers are issued in backward; 0 gathers on demand",
             _THREE, None, "set_modules_to_backward_prefetch", "100M",
         ),

@@ -12,9 +12,10 @@ PREFETCH_BLOCKS = 4
 """Default of ``prefetch_distance``: with one block, the link idles while the loss and the head run backward; each further
 one costs its buffer at the peak, which falls there (docs/decisions.md)."""
 
-BACKWARD_PREFETCH_BLOCKS = 8
-"""Default of ``backward_prefetch_distance`` beside the default of ``prefetch_distance``, written out or not: the peak is over by
-then, and under the head's backward the link would be idle. Who sets another distance means a bound, and means it for both."""
+BACKWARD_PREFETCH_BLOCKS = 5
+"""Default of ``backward_prefetch_distance`` beside the default of ``prefetch_distance``, written out or not: under the head's
+backward the link would be idle. More of them cost their buffers where activations are most (docs/decisions.md). Who sets another
+distance means a bound, and means it for both."""
 
 
 def resolve_knobs(knobs: Knobs, block: int) -> Knobs:
