@@ -1,8 +1,9 @@
 """Make the committed benchmark: every engine on three links, as JSON, one table and one picture.
 
-Run it on a quiet machine with two cores and the right to make network namespaces; it takes about a quarter of an hour::
+Rounds are many and short, which brings those that are compared close together in time. Run it on a quiet machine with two
+cores and the right to make network namespaces; it takes about half an hour::
 
-    python scripts/reference_bench.py [--rounds 8] [--links 2gbit] [--engines zerotune,fsdp2,ddp]
+    python scripts/reference_bench.py [--rounds 16] [--links 2gbit] [--engines zerotune,fsdp2,ddp]
         [--set model.gpt.d_model=512 --name gpt-34m]
 """
 
@@ -16,7 +17,6 @@ import reference_search
 import torch
 from reference import (
     LINKS,
-    STEPS,
     Benchmark,
     Document,
     errors,
@@ -208,11 +208,11 @@ def picture(documents: dict[str, Document], path: Path) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=8, links=list(LINKS))
+    options = parser(__doc__, rounds=16, links=list(LINKS))
     options.add_argument("--name", default="gpt-10m")
     options.add_argument("--engines", default=",".join(ENGINES), help="some of them")
     options.add_argument("--set", action="append", default=[], dest="sets")
-    options.add_argument("--steps", type=int, default=STEPS, help="of one measurement")
+    options.add_argument("--steps", type=int, default=2, help="of one measurement")
     given = options.parse_args()
     folder, name = given.folder, given.name
     engines = tuple(given.engines.split(","))

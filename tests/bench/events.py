@@ -1,6 +1,6 @@
 """What one unit event costs beside the work: a model of many tiny units, with the engine and without.
 
-    python -m tests.bench.events [--blocks 200] [--rounds 10]
+    python -m tests.bench.events [--blocks 200] [--rounds 10] [--fsdp2]
 
 A unit event is an entry to or an exit from a unit's use, in forward or in backward: four per unit and step. The
 difference of the times of forward and backward, over the number of events, holds our Python and the calls of torch
@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import zerotune
 from zerotune.engine import RankGroup
@@ -95,6 +98,22 @@ def ours(blocks: int, x: Tensor) -> tuple[Timed, zerotune.ZeroEngine]:
     return Timed(lambda: engine.backward(engine(x)), engine.step), engine
 
 
+def fsdp2(blocks: int, x: Tensor) -> Timed:
+    """With FSDP2 on every block and the root, on a group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = Chain(blocks)
+    mesh = init_device_mesh("cpu", (1,))
+    for each in (*module.blocks, module):
+        fully_shard(each, mesh=mesh)
+    optimizer = adamw(module)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Timed(lambda: module(x).backward(), update)
+
+
 def events_of(engine: zerotune.ZeroEngine) -> int:
     """Events of units in a step."""
     return max(sum(1 for event in schedule.trace.events if event.units) for schedule in engine.schedules)
@@ -166,19 +185,22 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=3, help="per round")
+    parser.add_argument("--fsdp2", action="store_true", help="measure FSDP2 as well")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x = torch.randn(1, WIDTH)
     without, (with_it, engine) = plain(options.blocks, x), ours(options.blocks, x)
-    for each in (without, with_it):
+    peers = [fsdp2(options.blocks, x)] if options.fsdp2 else []
+    measured = [without, with_it, *peers]
+    for each in measured:
         for _ in range(WARMUP_STEPS):
             each.step()
         each.passes_s.clear()
         each.updates_s.clear()
     gc.collect()
     for number in range(options.rounds):
-        for each in (without, with_it) if number % 2 == 0 else (with_it, without):
+        for each in measured if number % 2 == 0 else reversed(measured):
             for _ in range(options.steps):
                 each.step()
     events = events_of(engine)
@@ -190,6 +212,9 @@ def main() -> None:
         f"forward and backward: {passes * 1e3:.2f} ms more than plain, {passes / events * 1e6:.1f} µs per event"
     )
     print(f"step(): {updates * 1e3:.2f} ms more than plain, {updates / params * 1e6:.1f} µs per parameter")
+    for peer in peers:
+        its = min(peer.passes_s) - min(without.passes_s)
+        print(f"FSDP2: {its * 1e3:.2f} ms more than plain, {its / events * 1e6:.1f} µs per event of ours")
     print("\n".join(profile(with_it.step, 3, events, passes / events * 1e6)))
 
 
