@@ -66,7 +66,7 @@ TURNS = (
     Turn("allgather_bucket_size", str(4 * BLOCK), ("collectives -", "sent =")),
     Turn("prefetch_distance", "0", ("sent +", "hidden gathers -", "exposed gathers +", "time +")),
     Turn("prefetch_distance", str(8 * BLOCK), ("hidden gathers +", "live +")),
-    Turn("backward_prefetch_distance", "0", ("hidden gathers -", "exposed gathers +", "time +")),
+    Turn("backward_prefetch_distance", str(8 * BLOCK), ("hidden gathers +", "live +")),
     Turn("param_persistence_threshold", "300k", ("sent -", "collectives -", "peak +")),
     Turn("release", "keep", ("sent -", "collectives -", "exposed gathers -", "live +", "peak +", "time -")),
     Turn(

@@ -178,9 +178,11 @@ REGISTRY: dict[str, KnobInfo] = {
         ),
         KnobInfo(
             "backward_prefetch_distance", "zero", "auto, or a size", "elements",
-            "auto: five blocks beside a prefetch_distance of four, else the same",
+            "auto: as prefetch_distance",
             "how far ahead of use gathers are issued in backward; 0 gathers on demand",
             _THREE, None, "set_modules_to_backward_prefetch", "100M",
+            note="farther than in forward keeps the link busy under the head's backward; every unit takes its buffer where "
+            "activations are most",
         ),
         KnobInfo(
             "param_persistence_threshold", "zero", "auto, or a size", "elements",

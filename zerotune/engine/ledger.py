@@ -6,9 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from zerotune.models.marks import mark
+from zerotune.models.marks import is_profiled, mark
 from zerotune.records import (
     ByteClass,
     ByteSample,
@@ -42,7 +40,8 @@ class PendingCollective:
 
 
 class LedgerKeeper:
-    """Counts always; keeps the history only while recording.
+    """Counts always; keeps the history only while recording, as whoever tells it of waits, uses and releases asks first: that
+    is cheaper than a call.
 
     Args:
         rank: The rank whose ledger it is.
@@ -89,7 +88,7 @@ class LedgerKeeper:
             self._peak[byte_class] = now
         if self.is_recording:
             self._samples.append(ByteSample(time_s=self._now(), byte_class=byte_class, bytes=now))
-            if torch.autograd._profiler_enabled():
+            if is_profiled():
                 with mark(f"{BYTES_MARK}{byte_class} {now}"):
                     pass
 
@@ -131,9 +130,7 @@ class LedgerKeeper:
         pending.waited_s = time.perf_counter()
 
     def end_wait(self, pending: PendingCollective) -> None:
-        """Log that a collective's result is there for whoever waited."""
-        if not self.is_recording:
-            return
+        """While recording: a collective's result is there for whoever waited."""
         self._entries.append(
             CollectiveEntry(
                 sequence=pending.sequence,
@@ -151,14 +148,11 @@ class LedgerKeeper:
         )
 
     def begin_use(self, phase: str, scope: str) -> None:
-        """Log that a module begins to use units that are complete."""
-        if self.is_recording:
-            self._open_uses.append((scope, phase, self._now()))
+        """While recording: a module begins to use units that are complete."""
+        self._open_uses.append((scope, phase, self._now()))
 
     def end_use(self, phase: str, scope: str) -> None:
-        """Log that its latest use of that phase ends."""
-        if not self.is_recording:
-            return
+        """While recording: its latest use of that phase ends."""
         now = self._now()
         for position in range(len(self._open_uses) - 1, -1, -1):
             if self._open_uses[position][:2] == (scope, phase):
@@ -167,9 +161,8 @@ class LedgerKeeper:
                 return
 
     def release(self, unit: str) -> None:
-        """Log that a unit's full parameters were freed."""
-        if self.is_recording:
-            self._releases.append(ReleaseEntry(unit=unit, time_s=self._now()))
+        """While recording: a unit's full parameters were freed."""
+        self._releases.append(ReleaseEntry(unit=unit, time_s=self._now()))
 
     def begin(self) -> None:
         """Start recording; peaks and counts begin anew."""

@@ -178,8 +178,7 @@ class UseWatcher:
 
     def _before_forward(self, scope: _Scope) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            is_recomputed = self._in_backward and self._is_recomputing
-            call = _Call(scope, Phase.RECOMPUTE if is_recomputed else Phase.FORWARD)
+            call = _Call(scope, Phase.RECOMPUTE if self._is_recomputing else Phase.FORWARD)
             self._announce(call)
             self._calls.append(call)
             if torch.is_grad_enabled():

@@ -25,7 +25,8 @@ class EngineFigures(Record):
         kernel_s: The same in the kernel: what sending and receiving cost.
         memory: Of every rank; empty for ``compute``.
         final_loss: Loss of the last step, the mean over ranks.
-        sent_bytes: Bytes that one rank sends in a step: counted for ``zerotune``, by the documentation for peers.
+        sent_bytes: Bytes that one rank sends in a step, the one that sends most: counted for ``zerotune``, by the
+            documentation for peers.
         limit_s: No step can take less: the larger of ``compute`` and the bytes at the measured rate of the link.
         flows: What the collectives of one step cost, by purpose; empty for peers, which keep no ledger.
     """

@@ -12,11 +12,6 @@ PREFETCH_BLOCKS = 4
 """Default of ``prefetch_distance``: with one block, the link idles while the loss and the head run backward; each further
 one costs its buffer at the peak, which falls there (docs/decisions.md)."""
 
-BACKWARD_PREFETCH_BLOCKS = 5
-"""Default of ``backward_prefetch_distance`` beside the default of ``prefetch_distance``, written out or not: under the head's
-backward the link would be idle. More of them cost their buffers where activations are most (docs/decisions.md). Who sets another
-distance means a bound, and means it for both."""
-
 
 def resolve_knobs(knobs: Knobs, block: int) -> Knobs:
     """Replace every ``auto`` by its number.
@@ -28,14 +23,11 @@ def resolve_knobs(knobs: Knobs, block: int) -> Knobs:
     Returns:
         Knobs without ``auto``; the record of a run holds these.
     """
-    usual = PREFETCH_BLOCKS * block
-    is_usual = knobs.prefetch_distance in (AUTO, usual)
+    ahead = PREFETCH_BLOCKS * block if knobs.prefetch_distance == AUTO else knobs.prefetch_distance
     numbers = {
         "allgather_bucket_size": block,
-        "prefetch_distance": usual,
-        "backward_prefetch_distance": BACKWARD_PREFETCH_BLOCKS * block
-        if is_usual
-        else knobs.prefetch_distance,
+        "prefetch_distance": ahead,
+        "backward_prefetch_distance": ahead,
         "param_persistence_threshold": min(PERSISTENCE_LIMIT, block // 100),
         "reduce_bucket_size": block,
     }

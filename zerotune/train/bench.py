@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -236,8 +237,7 @@ class _Bench:
         figures, ratios = [], {}
         steps = self.spec.rounds * self.spec.steps_per_round
         for name, loop in self.loops.items():
-            flows = self._flows(loop) if name.startswith(OURS) else []
-            sent = self._sent_bytes(name, loop, flows)
+            flows, sent = self._traffic(loop) if name.startswith(OURS) else ([], self._documented_bytes(name))
             limits = [max(own, sent / rate if rate else 0.0) for own in compute]
             processor = self.processor[name].per_step(steps, self.group)
             uses = []
@@ -280,8 +280,8 @@ class _Bench:
             steps_per_round=self.spec.steps_per_round,
         )
 
-    def _flows(self, loop: Loop) -> list[Flow]:
-        """What the collectives of a typical step cost, over all ranks."""
+    def _traffic(self, loop: Loop) -> tuple[list[Flow], float]:
+        """What the collectives of a typical step cost, over all ranks; and the bytes of the rank that sent most."""
         engine: Any = loop.engine
         mine: list[Ledger] = []
         for _ in range(_LEDGER_STEPS):
@@ -289,16 +289,15 @@ class _Bench:
             loop.take_step()
             mine.append(engine.end_ledger())
         everyone = all_of(self.group, mine)
-        steps = [flows_of(ledgers) for ledgers in zip(*everyone, strict=True)]
-        return sorted(steps, key=lambda flows: sum(flow.exposed_s for flow in flows))[_LEDGER_STEPS // 2]
+        steps = [(flows_of(ledgers), _most_sent(ledgers)) for ledgers in zip(*everyone, strict=True)]
+        return sorted(steps, key=lambda step: sum(flow.exposed_s for flow in step[0]))[_LEDGER_STEPS // 2]
 
-    def _sent_bytes(self, name: str, loop: Loop, flows: list[Flow]) -> float:
-        size = self.group.size
+    def _documented_bytes(self, name: str) -> float:
+        """What a rank of a peer sends in a step."""
         if name == COMPUTE:
             return 0.0
-        if name.startswith(OURS):
-            return float(sum(flow.sent_bytes for flow in flows))
-        peer: Any = loop.engine
+        size = self.group.size
+        peer: Any = self.loops[name].engine
         return 4.0 * peer.elements_per_step * self.parameters * (size - 1) / size
 
     def _link_rate(self) -> float | None:
@@ -327,6 +326,10 @@ class _Bench:
         rows = self.group.gather_numbers(seconds)
         best = min(max(row[i] for row in rows) for i in range(_PROBES))
         return _IN_FLIGHT * mine.nbytes * (self.group.size - 1) / best
+
+
+def _most_sent(ledgers: Sequence[Ledger]) -> float:
+    return float(max(sum(entry.sent_bytes for entry in ledger.collectives) for ledger in ledgers))
 
 
 def _device_model(device: torch.device) -> str:

@@ -46,12 +46,10 @@ class Work:
 
     __slots__ = ("_comm", "_ledger", "_pending", "_wait")
 
-    def __init__(
-        self, wait: Callable[[], None], comm: Communicator, ledger: LedgerKeeper, pending: PendingCollective
-    ) -> None:
+    def __init__(self, wait: Callable[[], None], comm: Communicator, pending: PendingCollective) -> None:
         self._wait: Callable[[], None] | None = wait
         self._comm = comm
-        self._ledger = ledger
+        self._ledger = comm.ledger
         self._pending = pending
 
     @property
@@ -95,13 +93,14 @@ class Communicator:
 
     Attributes:
         overlaps: As ``overlap``; it may be set between two collectives.
+        ledger: As given.
     """
 
     def __init__(
         self, group: RankGroup, ledger: LedgerKeeper, overlap: bool, timeout_s: float | None = None
     ) -> None:
         self._group = group
-        self._ledger = ledger
+        self.ledger = ledger
         self.overlaps = overlap
         self._guard = install_guard(group.process_group, group.rank, group.size)
         if self._guard is not None and timeout_s is not None:
@@ -293,14 +292,15 @@ class Communicator:
         if self._group.size == 1:
             return
         number = self._announce(CollectiveKind.BROADCAST, purpose, (), tensor.numel())
-        pending = self._ledger.issue(
+        pending = self.ledger.issue(
             CollectiveKind.BROADCAST, purpose, (), tensor.numel(), tensor.numel(), tensor.element_size()
         )
         work = dist.broadcast(tensor, src=0, group=self._group.process_group, async_op=True)
         assert work is not None
-        self._ledger.begin_wait(pending)
+        self.ledger.begin_wait(pending)
         self._wait_for(waited_on_host(work, self._group.device), number)
-        self._ledger.end_wait(pending)
+        if self.ledger.is_recording:
+            self.ledger.end_wait(pending)
 
     def sums_in_exchange(self, dtype: torch.dtype) -> bool:
         """Whether a dtype is reduced by an exchange and a local sum (see [Note: order of summation])."""
@@ -318,7 +318,7 @@ class Communicator:
 
     def _alone(self, kind: CollectiveKind, purpose: str, units: Sequence[str], tensor: torch.Tensor) -> Work:
         """Log what would have sent a tensor, were there anybody else."""
-        pending = self._ledger.issue(kind, purpose, units, tensor.numel(), 0, tensor.itemsize)
+        pending = self.ledger.issue(kind, purpose, units, tensor.numel(), 0, tensor.itemsize)
         return self._started(_nothing, pending)
 
     def _log(
@@ -335,7 +335,7 @@ class Communicator:
         tags = head * n
         elements -= tags
         number = self._announce(kind, purpose, units, elements)
-        pending = self._ledger.issue(kind, purpose, units, elements, elements // n * (n - 1), size)
+        pending = self.ledger.issue(kind, purpose, units, elements, elements // n * (n - 1), size)
         if tags:
             pending.tag_bytes = head * (n - 1) * size
         return pending, number
@@ -388,7 +388,7 @@ class Communicator:
         self._tags_differ = differ if self._tags_differ is None else self._tags_differ | differ
 
     def _started(self, wait: Callable[[], None], pending: PendingCollective) -> Work:
-        work = Work(wait, self, self._ledger, pending)
+        work = Work(wait, self, pending)
         if not self.overlaps:
             work.wait()
         return work

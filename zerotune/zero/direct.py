@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from zerotune.models.marks import is_profiled
 from zerotune.zero.carrier import Carrier
 from zerotune.zero.flights import Place
 from zerotune.zero.neighbours import Neighbours
@@ -119,7 +120,7 @@ class _Waiter:
 def unprofiled() -> Iterator[None]:
     """What begins inside is no event of torch's profiler: a collective of gloo that outlives the profiler tells it of its
     end when it is gone, which ends the process in C++ (torch 2.13)."""
-    if not torch.autograd._profiler_enabled():
+    if not is_profiled():
         yield
         return
     torch.autograd._enable_record_function(False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zerotune.engine import LedgerKeeper
+from zerotune.models.marks import is_profiled
 from zerotune.records import ByteClass
 from zerotune.zero.comm import Communicator, Work
 from zerotune.zero.pool import BufferPool
@@ -297,6 +298,6 @@ class Gatherer:
 
 def _labelled(what: str, units: Iterable[str]) -> AbstractContextManager[object]:
     """A label for torch's profiler, while it is on."""
-    if not torch.autograd._profiler_enabled():
+    if not is_profiled():
         return nullcontext()
     return torch.profiler.record_function(f"zerotune::{what}({', '.join(units)})")

@@ -25,6 +25,7 @@ from zerotune.config.errors import UsageError
 from zerotune.config.knobs import Knobs, Release
 from zerotune.engine import RankGroup
 from zerotune.engine.allocations import AllocationRecorder, allocation_recorder
+from zerotune.models.marks import is_profiled
 from zerotune.predict import Choice, EventLoad, choose, fit_link, replay
 from zerotune.records import Link, PassProfile, Profile
 from zerotune.schedule import Phase, ReleasePlan, Schedule
@@ -236,7 +237,9 @@ class Planner:
         self._comm.overlaps = self._knobs.overlap_comm and self._stage is not _Stage.ALONE
         if self._stage in (_Stage.ALONE, _Stage.MEMORY, _Stage.CHECK):
             at_rest = self._flush()  # the opening belongs to what is measured
-            if self._stage is not _Stage.ALONE and not _is_being_profiled():
+            if (
+                self._stage is not _Stage.ALONE and not is_profiled()
+            ):  # by the user: there can be one at a time
                 self._recorder = allocation_recorder(self._group.device, at_rest)
                 self._recorder.start()
         self._began_s = time.perf_counter()
@@ -498,11 +501,6 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 def _largest(known: list[int] | None, new: list[int]) -> list[int]:
     return new if known is None else [max(pair) for pair in zip(known, new, strict=True)]
-
-
-def _is_being_profiled() -> bool:
-    """Whether a profiler of the user's runs; there can be one at a time."""
-    return torch.autograd._profiler_enabled()
 
 
 def _mib(nbytes: int) -> str:

@@ -40,8 +40,6 @@ class _Members:
         self.width = sum(self.sizes)
         self.are_even = all(0 < param.numel == param.rows.shape[0] * param.slice for param in self.params)
         """Whether none of them is padded, nor empty."""
-        self.is_one_in_rows = self.are_even and len(self.params) == 1
-        """Whether it is one parameter, whose gradient is N rows as it stands."""
         ends = list(accumulate(self.sizes))
         self.columns = {
             ref: slice(end - size, end)
@@ -61,7 +59,6 @@ class _Filling:
 
     members: _Members
     rows: torch.Tensor  # [N, W]; of a rank alone, no room but its shape
-    is_gradient: bool = False  # the rows are the gradient itself, nothing of the pool's
     collected: list[Sequence[ParamRef]] = field(default_factory=list)
     kept: dict[ParamRef, torch.Tensor] = field(default_factory=dict)  # gradients of a rank alone, 1D
 
@@ -73,7 +70,6 @@ class _InFlight:
     members: _Members
     work: Work
     sent: torch.Tensor
-    is_gradient: bool  # as in the filling
     received: torch.Tensor | None  # rows to be summed, of all ranks or of all others, or their sum, [W]
     is_sum: bool
     kept: dict[ParamRef, torch.Tensor]
@@ -125,15 +121,15 @@ class Reducer:
     def collect(self, index: int, bucket: Bucket, refs: Sequence[ParamRef]) -> None:
         """Copy full gradients into a bucket and free them; a parameter without one counts as zeros.
 
-        Where a bucket is one gradient that needs no padding, nothing is copied: it is sent from where it is. It is the
-        largest of all, that of an embedding or a head, and often comes while activations are most.
-
         Args:
             index: The bucket's index, unique within the pass.
             bucket: Its members.
             refs: The members to collect now.
         """
-        members = self._members_of(bucket)
+        filling = self._filling.get(index)
+        if filling is None:
+            filling = self._filling[index] = self._start(bucket)
+        members = filling.members
         is_whole = len(refs) == len(members.params)
         params = members.params if is_whole else [self._shards[ref] for ref in refs]
         owners = members.owners if is_whole else [param.param for param in params]
@@ -141,20 +137,13 @@ class Reducer:
             grads = [owner.grad for owner in owners]
         if self.looks_for_trouble:
             self._look_for_trouble(params, grads)
-        is_ready = (
+        if self._ranks == 1:
+            self._keep(filling, refs, params, grads)
+        elif (
             is_whole
             and members.are_even
             and all(grad is not None and grad.dtype is self._dtype for grad in grads)
-        )
-        filling = self._filling.get(index)
-        if filling is None:
-            gradient = grads[0] if is_ready and members.is_one_in_rows and self._ranks > 1 else None
-            filling = self._filling[index] = self._start(members, gradient)
-        if self._ranks == 1:
-            self._keep(filling, refs, params, grads)
-        elif filling.is_gradient:
-            pass
-        elif is_ready:
+        ):
             # What is whole and needs no padding goes in one operation.
             flat = [grad.detach().reshape(-1) for grad in grads if grad is not None]
             torch._chunk_cat(flat, 0, self._ranks, out=filling.rows)
@@ -228,9 +217,7 @@ class Reducer:
             work = self._comm.exchange(received, sent, "gradient", members.names)
             if work.left_out or self.left_out:
                 self.left_out.update(dict.fromkeys(members.units, work.left_out))
-        self._in_flight.append(
-            _InFlight(members, work, sent, filling.is_gradient, received, is_sum, filling.kept)
-        )
+        self._in_flight.append(_InFlight(members, work, sent, received, is_sum, filling.kept))
 
     def drain(self, keep: int = 0) -> None:
         """Finish the oldest reductions until at most ``keep`` are in flight; none will finish if ranks diverged."""
@@ -270,7 +257,7 @@ class Reducer:
         """Drop everything, after an error."""
         for filling in self._filling.values():
             if self._ranks > 1:
-                self._give(filling.rows.view(-1), filling.is_gradient)
+                self._give(filling.rows.view(-1))
             self._forget(filling.kept)
         self._filling.clear()
         self._collected.clear()
@@ -282,25 +269,18 @@ class Reducer:
 
     # ----------------------------------------------------------------------------------------------- inside
 
-    def _members_of(self, bucket: Bucket) -> _Members:
+    def _start(self, bucket: Bucket) -> _Filling:
         members = self._members.get(id(bucket))
         if members is None or members.bucket is not bucket:
             if len(self._members) >= _REMEMBERED:
                 self._members.clear()  # of schedules that are long gone
             members = self._members[id(bucket)] = _Members(bucket, self._shards)
-        return members
-
-    def _start(self, members: _Members, gradient: torch.Tensor | None) -> _Filling:
-        """Begin a bucket: with room for all of it, or with the one gradient that it consists of."""
         if self._ranks == 1:
             if members.no_room is None:
                 members.no_room = torch.empty(1, dtype=self._dtype).expand(members.width)
             return _Filling(members, members.no_room)
-        shape = self._ranks, members.width
-        if gradient is not None:
-            self._ledger.add(ByteClass.GRADIENT, gradient.nbytes)
-            return _Filling(members, gradient.detach().reshape(shape), is_gradient=True)
-        return _Filling(members, self._take(self._ranks * members.width, self._dtype).view(shape))
+        rows = self._take(self._ranks * members.width, self._dtype)
+        return _Filling(members, rows.view(self._ranks, members.width))
 
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()
@@ -325,7 +305,7 @@ class Reducer:
         for param in members.params:
             param.has_grad = True
         if reduction.received is not None:
-            self._give(reduction.sent, reduction.is_gradient)
+            self._give(reduction.sent)
             self._give(reduction.received)
 
     def _rows_to_sum(self, reduction: _InFlight, received: torch.Tensor) -> list[torch.Tensor]:
@@ -406,10 +386,9 @@ class Reducer:
         self._ledger.add(ByteClass.GRADIENT, buffer.nbytes)
         return buffer
 
-    def _give(self, buffer: torch.Tensor, is_gradient: bool = False) -> None:
+    def _give(self, buffer: torch.Tensor) -> None:
         self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
-        if not is_gradient:
-            self._pool.give(buffer)
+        self._pool.give(buffer)
 
 
 def _copy_rows(target: torch.Tensor, gradient: torch.Tensor | None, numel: int) -> None:
