@@ -1,8 +1,8 @@
 """Search on links: `zerotune search` over two Ray nodes, each in a network namespace, and what it finds best on each link.
 
-Run it on a quiet machine with two cores and the right to make network namespaces; a search takes eight to thirteen minutes::
+Run it on a quiet machine with two cores and the right to make network namespaces; a search takes ten to seventeen minutes::
 
-    python scripts/reference_search.py [--trials 16] [--links 2gbit]
+    python scripts/reference_search.py [--trials 16] [--turns 16] [--links 2gbit]
 
 ``reference_bench.py`` takes what is found here as the engine ``zerotune:best``.
 """
@@ -78,13 +78,14 @@ def _inside(host: Host, core: int) -> list[str]:
     return ["ip", "netns", "exec", host.namespace, "taskset", "-c", str(core)]
 
 
-def search(link: str, trials: int) -> dict[str, Any]:
-    """What ``zerotune search --json`` finds on a link."""
+def search(link: str, trials: int, turns: int) -> dict[str, Any]:
+    """What ``zerotune search --json`` finds on a link, in so many trials, and rounds in turns at its end."""
     with tempfile.TemporaryDirectory() as folder:
         model = shutil.copy(JOB, folder)  # the best is written beside it
         command = [
             *(sys.executable, "-m", "zerotune", "search", model, "--json"),
-            *("--trials", str(trials), "--seed", "0", "--store", f"{folder}/search.db"),
+            *("--trials", str(trials), "--set", f"search.confirm_rounds={turns}"),
+            *("--seed", "0", "--store", f"{folder}/search.db"),
         ]
         if link == "loopback":
             return _result([*command, "--address", "local"], folder)
@@ -169,12 +170,15 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 def main() -> None:
     options = parser(__doc__, rounds=0, links=list(LINKS))
     options.add_argument("--trials", type=int, default=16)
+    options.add_argument(
+        "--turns", type=int, default=16, help="rounds in turns, in which the fastest are told apart"
+    )
     given = options.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and take the nodes with it
     found = read(given.folder)
     for link in given.links:
         if not given.reuse or link not in found:
-            found[link] = search(link, given.trials)
+            found[link] = search(link, given.trials, given.turns)
             (given.folder / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
     publish(given.folder, NAME, table(found), None)
 
