@@ -30,8 +30,8 @@ def bench_table(report: BenchReport) -> Sheet:
         Column("over its limit", **figure),
         Column(f"{ours} / it", **figure),
         Column("loss", **figure),
+        dispensable=("loss", "limit ms", "95 %"),
         box=None,
-        title=None,
     )
     for row in report.engines:
         table.add_row(*_cells(row, report, ours))

@@ -109,7 +109,7 @@ def _print_stacked(console: Console, table: Sheet, width: int) -> None:
     for number, row in enumerate(table.rows):
         figures.add_row(*(column[number] for column in cells), style=row.style)
     lines = console.render_lines(figures, console.options.update(width=_ENDLESS, no_wrap=True), pad=False)
-    head = len(lines) - len(table.rows) - 1  # the last line is the frame's
+    head = len(lines) - len(table.rows) - (figures.box is not None)  # the last line is the frame's
     parts: list[Any] = [Text(str(table.title), style=table.title_style or "")] if table.title else []
     parts += [Segments(line) for line in lines[:head]]
     texts = [list(column.cells) for column in table.columns if not column.no_wrap]
