@@ -64,15 +64,23 @@ class Benchmark:
         steps = (len(self.engines) + 1) * (rounds * (self.steps + 1) + _MORE_STEPS)
         return sum(_START_S + steps * self.size * _STEP_S[link] for link in links)
 
-    def run(self, link: str, rounds: int) -> Document:
-        """Measure on one link."""
-        variants = {**self.variants, **self.by_link.get(link, {})}
+    def variants_on(self, link: str) -> dict[str, str]:
+        """Those of every link, and its own."""
+        return {**self.variants, **self.by_link.get(link, {})}
+
+    def engines_on(self, link: str) -> list[str]:
+        """Those that are measured there: a variant only if the link has it."""
         ours, _, _ = self.engines[0].partition(":")
-        engines = [
+        variants = self.variants_on(link)
+        return [
             each
             for each in self.engines
             if each == ours or not each.startswith(f"{ours}:") or each.partition(":")[2] in variants
         ]
+
+    def run(self, link: str, rounds: int) -> Document:
+        """Measure on one link."""
+        variants, engines = self.variants_on(link), self.engines_on(link)
         command = [
             *(sys.executable, "-m", "zerotune", "bench", str(JOB), "--json"),
             *("--engines", ",".join(engines), "--rounds", str(rounds), "--steps", str(self.steps)),
@@ -128,14 +136,15 @@ def measure(
         path: JSON file of the documents, by benchmark and link. Those of other links stay in it.
         links: Where to measure.
         rounds: Times that each engine is measured.
-        reuse: Whether to measure only what the file does not hold.
+        reuse: Whether to measure only what the file does not hold, or not all engines of.
 
     Returns:
         The documents of these benchmarks and links.
     """
     kept: dict[str, dict[str, Document]] = json.loads(path.read_text()) if path.exists() else {}
     missing = {
-        name: [link for link in links if not reuse or link not in kept.get(name, {})] for name in benchmarks
+        name: [link for link in links if not (reuse and _holds(kept.get(name, {}), benchmark, link))]
+        for name, benchmark in benchmarks.items()
     }
     seconds = sum(benchmarks[name].seconds(left, rounds) for name, left in missing.items())
     if seconds:
@@ -149,6 +158,10 @@ def measure(
             kept.setdefault(name, {})[link] = benchmarks[name].run(link, rounds)
             path.write_text(json.dumps(kept, indent=1) + "\n")
     return {name: {link: kept[name][link] for link in links} for name in benchmarks}
+
+
+def _holds(documents: Mapping[str, Document], benchmark: Benchmark, link: str) -> bool:
+    return link in documents and documents[link]["engines"].keys() >= set(benchmark.engines_on(link))
 
 
 def label(document: Document) -> str:

@@ -172,7 +172,7 @@ REGISTRY: dict[str, KnobInfo] = {
         ),
         KnobInfo(
             "prefetch_distance", "zero", "auto, or a size", "elements", "auto: four blocks",
-            "how far ahead of use gathers are issued in forward; 0 gathers on demand",
+            "how far ahead of use gathers are issued, in backward as well unless that is set; 0 gathers on demand",
             _THREE, "stage3_prefetch_bucket_size", "set_modules_to_forward_prefetch", "50M",
             note="a unit that it would bring back at once, around the end of forward, stays and is not gathered again",
         ),

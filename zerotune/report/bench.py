@@ -22,15 +22,15 @@ def bench_table(report: BenchReport) -> Sheet:
         Column("engine", no_wrap=True),
         Column("step ms", **figure),
         Column("95 %", **figure),
-        Column("program, kernel ms", **figure),
+        Column("program, kernel", **figure),
         Column("peak memory", **figure),
         Column("sent a step", **figure),
-        Column("hidden, exposed ms", **figure),
+        Column("hidden, exposed", **figure),
         Column("limit ms", **figure),
         Column("over its limit", **figure),
         Column(f"{ours} / it", **figure),
         Column("loss", **figure),
-        dispensable=("loss", "limit ms", "95 %"),
+        dispensable=("loss", "95 %", "limit ms"),
         box=None,
     )
     for row in report.engines:
@@ -75,10 +75,12 @@ def bench_lines(report: BenchReport) -> list[Text]:
             "compute: the same step without communication; limit: the larger of compute and the bytes at that rate"
         ),
         Text(
-            "program, kernel: processor time of a step, all threads of a rank, the mean over ranks; on one core each, the rest "
-            "is standing still"
+            "program, kernel: ms of processor time of a step, all threads of a rank, the mean over ranks; on one core each, the "
+            "rest is standing still"
         ),
-        Text("hidden: collectives under way beside compute, summed; exposed: what one step stood still for"),
+        Text(
+            "hidden, exposed: ms of collectives under way beside compute, summed; ms that one step stood still for them"
+        ),
     ]
 
 

@@ -154,9 +154,9 @@ def _print(console: Console, parts: Iterable[Any]) -> None:
 
 
 def _frame(table: Table, columns: int) -> int:
-    """Characters of a table of so many columns that are no value: padding and lines."""
+    """Characters of a table of so many columns that are no value: padding, and lines if it has any."""
     _, right, _, left = table.padding
-    return columns * (left + right + 1) + 1
+    return columns * (left + right) + (columns + 1 if table.box is not None else 0)
 
 
 def _texts(column: Column) -> list[str]:

@@ -237,9 +237,8 @@ class Planner:
         self._comm.overlaps = self._knobs.overlap_comm and self._stage is not _Stage.ALONE
         if self._stage in (_Stage.ALONE, _Stage.MEMORY, _Stage.CHECK):
             at_rest = self._flush()  # the opening belongs to what is measured
-            if (
-                self._stage is not _Stage.ALONE and not is_profiled()
-            ):  # by the user: there can be one at a time
+            # There can be one profiler at a time, and the user's may run.
+            if self._stage is not _Stage.ALONE and not is_profiled():
                 self._recorder = allocation_recorder(self._group.device, at_rest)
                 self._recorder.start()
         self._began_s = time.perf_counter()
