@@ -16,6 +16,34 @@ from zerotune.zero.pool import BufferPool
 from zerotune.zero.shards import ShardedParam, ShardedUnit, ShardStore, SlicesInTurn
 
 
+class _Outgoing:
+    """Slices that a rank sends together.
+
+    Args:
+        slices: One after the other  # 1D
+        ranks: Number of ranks, N.
+        head: Elements of a tag that travels before them, H.
+    """
+
+    def __init__(self, slices: list[torch.Tensor], ranks: int, head: int = 0) -> None:
+        self._slices = slices
+        self._head = head
+        self.width = head + sum(piece.numel() for piece in slices)
+        self._as_it_is: torch.Tensor | None = None
+        if len(slices) == 1 and not head:
+            self._as_it_is = slices[0]
+        elif ranks == 1:  # nobody reads it
+            self._as_it_is = slices[0].new_empty(1).expand(self.width)
+
+    def together(self) -> tuple[torch.Tensor, int]:
+        """Room for a tag, and the slices  # [H + W]; and the bytes that were allocated to put them together."""
+        if self._as_it_is is not None:
+            return self._as_it_is, 0
+        head = [self._slices[0].new_empty(self._head)] if self._head else []
+        shard = torch.cat([*head, *self._slices])
+        return shard, shard.nbytes
+
+
 class _Together:
     """Units that are gathered in one AllGather.
 
@@ -26,7 +54,6 @@ class _Together:
         head: Elements of a tag that travels before their slices, H.
 
     Attributes:
-        whole: What a rank sends, if nothing need be copied for it  # [H + W]
         live: Elements of the parameters; tags take memory but are none.
     """
 
@@ -34,23 +61,10 @@ class _Together:
         self.units = units
         self.sharded = sharded
         self.names = tuple(unit.name for unit in sharded)
-        self._flats = [unit.flat for unit in sharded]
-        self._head = head
         self.full_bytes = sum(unit.full_bytes for unit in sharded)
         self.in_turn = SlicesInTurn([param for unit in sharded for param in unit.gathered])
-        self.width = head + self.in_turn.width
+        self.outgoing = _Outgoing([unit.flat for unit in sharded], ranks, head)
         self.live = ranks * self.in_turn.width
-        self.whole: torch.Tensor | None = None
-        if len(sharded) == 1 and not head:
-            self.whole = self._flats[0]
-        elif ranks == 1:  # nobody reads it
-            self.whole = self._flats[0].new_empty(1).expand(self.width)
-
-    def packed(self) -> torch.Tensor:
-        """What a rank sends, put together: room for a tag, and the slices  # [H + W]"""
-        if self._head:
-            return torch.cat([self._flats[0].new_empty(self._head), *self._flats])
-        return torch.cat(self._flats)
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +84,7 @@ class _Refresh:
     """Persistent parameters that are refreshed in one AllGather, and the names of their units."""
 
     in_turn: SlicesInTurn
+    outgoing: _Outgoing
     names: list[str]
 
 
@@ -112,11 +127,8 @@ class Gatherer:
         together = self._together(tuple(units))
         if together is None:
             return
-        shard, nbytes = together.whole, 0
-        if shard is None:
-            shard = together.packed()
-            nbytes = shard.nbytes
-        buffer = self._take(together.width)
+        shard, nbytes = together.outgoing.together()
+        buffer = self._take(together.outgoing.width)
         work = self._comm.all_gather(buffer, shard, purpose, together.names, self._head)
         if buffer is not None:
             nbytes += buffer.nbytes
@@ -198,7 +210,7 @@ class Gatherer:
         if self._refreshes is None:
             self._refreshes = [self._refresh(params) for params in self._refresh_buckets(bucket_size)]
         for refresh in self._refreshes:
-            shard, nbytes = self._to_refresh(refresh.in_turn)
+            shard, nbytes = refresh.outgoing.together()
             buffer = self._take(refresh.in_turn.width)
             nbytes += 0 if buffer is None else buffer.nbytes
             self._ledger.add(ByteClass.FULL, nbytes)
@@ -213,7 +225,7 @@ class Gatherer:
 
     def _refresh(self, params: Sequence[ShardedParam]) -> _Refresh:
         names = dict.fromkeys(self._shards.units[p.ref.unit].name for p in params)
-        return _Refresh(SlicesInTurn(params), list(names))
+        return _Refresh(SlicesInTurn(params), _Outgoing([p.shard for p in params], self._ranks), list(names))
 
     def _refresh_buckets(self, bucket_size: int | None) -> list[list[ShardedParam]]:
         buckets: list[list[ShardedParam]] = []
@@ -248,16 +260,6 @@ class Gatherer:
         """Room for what a gather brings, if it brings anything  # [R * width]"""
         rows = self._rows_received
         return self._pool.take(rows * width, self._dtype) if rows else None
-
-    def _to_refresh(self, in_turn: SlicesInTurn) -> tuple[torch.Tensor, int]:
-        """This rank's slices of persistent parameters, and the bytes that were allocated to put them together."""
-        slices = [p.shard for p in in_turn.params]
-        if len(slices) == 1:
-            return slices[0], 0
-        if self._ranks == 1:  # nobody reads it
-            return slices[0].new_empty(1).expand(in_turn.width), 0
-        shard = torch.cat(slices)
-        return shard, shard.nbytes
 
     def _land(self, flight: _InFlight) -> None:
         together = flight.together
