@@ -177,7 +177,7 @@ def expected_bytes(case: dict[str, Any], ranks: int) -> dict[str, int]:
     params = 2 if case["tied"] else 3
     trained = params - (case["frozen"] and not case["tied"])
     width = 2 if case["precision"] == "bf16" else 4
-    persists = case["stage"] < 3 or case["threshold"] >= 1000
+    persists = case["stage"] < 3 or case["threshold"] >= 1000 or ranks == 1
     masters = params * mine * 4 if case["precision"] == "bf16" else 0
     moments = trained * (2 * 4 * mine + 4) if case["optimizer"] == "adam" else 0
     return {

@@ -59,7 +59,7 @@ def moved_in_a_step(rank: int, size: int, knobs: dict[str, Any]) -> dict[str, An
     return answer
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("release", ["after_use", "keep"])
 @pytest.mark.parametrize("prefetch", [0, "auto", 10**6])
 def test_what_moves_is_the_schedules_sum_and_3p_or_2p(ranks: int, release: str, prefetch: Any) -> None:
@@ -103,8 +103,8 @@ def layout_of_shards(rank: int, size: int) -> None:
         assert param.param.shape == values[param.name].shape
         total += param.master.numel()
     assert total * size == sum(padded_numel(p.numel(), size) for p in reference.parameters())
-    assert engine.at_rest()[ByteClass.SHARD] == 4 * total
-    assert engine.at_rest()[ByteClass.FULL] == 0
+    slices, whole = engine.at_rest()[ByteClass.SHARD], engine.at_rest()[ByteClass.FULL]
+    assert (slices, whole) == ((4 * total, 0) if size > 1 else (0, 4 * total))
     engine.close()
 
 
@@ -181,11 +181,12 @@ def test_stage_3_divides_every_state_by_the_ranks(ranks: int, precision: str) ->
     for answer in run_on_ranks(ranks, states, 3, precision):
         share = answer["padded"] // ranks
         step_counters = 4 * answer["params"]
-        assert answer["shard"] == share * (4 if precision == "fp32" else 2)
+        parameters = share * (4 if precision == "fp32" else 2)
+        assert (answer["shard"], answer["full"]) == ((parameters, 0) if ranks > 1 else (0, parameters))
         assert answer["gradient"] == share * 4 and answer["gradient at rest"] == 0
         masters = 0 if precision == "fp32" else 4
         assert answer["optimizer"] == share * (8 + masters) + step_counters
-        assert answer["full"] == answer["pooled"] == 0
+        assert answer["pooled"] == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

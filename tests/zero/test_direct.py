@@ -313,20 +313,6 @@ def test_reading_what_is_not_there_is_an_error() -> None:
     run_on_ranks(1, read_what_is_not_there)
 
 
-def parts_of_one(rank: int, size: int) -> None:
-    comm = Communicator(RankGroup.default("cpu"), LedgerKeeper(0), overlap=True)
-    own = torch.arange(6.0)
-    received = torch.empty(comm.rows_received * 6)
-    comm.all_gather(received, own, "forward", ["unit"]).wait()
-    (row,) = comm.rows_in_order(received, own)
-    assert torch.equal(row, own)
-    assert not comm.own_row(own) and not comm.rows_of_others(received), "there is nothing to copy"
-
-
-def test_a_single_rank_has_its_own_row_alone() -> None:
-    run_on_ranks(1, parts_of_one)
-
-
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_a_loop_that_ends_with_gathers_in_flight_ends_in_peace(carrier: str) -> None:
     """Processes of their own, to their very end: what `step()` began for a next step is still on its way."""

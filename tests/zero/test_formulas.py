@@ -162,6 +162,7 @@ def moved(rank: int, size: int) -> list[tuple[int, int, int, set[str]]]:
             if stage == 3
             else 0
         )
+        assert size > 1 or not any(schedule.gathers() for schedule in engine.schedules)
         answers.append((sent, savings, engine.layout.total_padded, {e.purpose for e in entries}))
         engine.close()
     return answers
@@ -179,7 +180,7 @@ def test_elements_moved_and_saved_are_2p_2p_2p_3p(ranks: int) -> None:
         for stage, (sent, saved, padded, seen) in enumerate(answers):
             share = Fraction(ranks - 1, ranks)
             assert sent + saved * share == (3 if stage == 3 else 2) * padded * share, stage
-            assert seen == purposes[stage]
+            assert seen == (purposes[stage] if ranks > 1 else set())
 
 
 # ------------------------------------------------------------------------------------------ full gradients alive
@@ -225,7 +226,7 @@ def gradients_alive(rank: int, size: int, settings: list[dict[str, Any]]) -> lis
     return answers
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_full_gradients_alive_are_two_buckets_the_largest_parameter_and_what_waits(ranks: int) -> None:
     largest = max(p.numel() for p in make_model("gpt").parameters())
     padding = 16 * ranks * len(list(make_model("gpt").parameters()))

@@ -46,7 +46,7 @@ def test_stage_3_equals_the_plain_process(number: int, ranks: int) -> None:
     )
     outcomes = run_on_ranks(ranks, train_engine, case)
     assert_parity(outcomes, case)
-    assert all(outcome.gathers > 0 for outcome in outcomes)
+    assert all((outcome.gathers > 0) is (ranks > 1) for outcome in outcomes)
 
 
 @pytest.mark.parametrize(("number", "ranks"), CASES)

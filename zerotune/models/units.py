@@ -112,17 +112,18 @@ def layout_of(units: Iterable[Unit], ranks: int, persistence_threshold: int = 0,
 
     Args:
         units: As cut.
-        ranks: Number of ranks, N.
+        ranks: Number of ranks, N. A rank that is alone has every parameter in full, whatever the stage.
         persistence_threshold: Parameters of at most this many elements stay full.
         stage: Below stage 3 every parameter stays full.
     """
+    all_stay = stage < 3 or ranks == 1
     return Layout(
         tuple(
             UnitSize(
                 unit.label,
                 tuple(
                     ParamSize(
-                        name, p.numel(), p.requires_grad, stage < 3 or p.numel() <= persistence_threshold
+                        name, p.numel(), p.requires_grad, all_stay or p.numel() <= persistence_threshold
                     )
                     for name, p in zip(unit.names, unit.params, strict=True)
                 ),

@@ -14,8 +14,8 @@ from zerotune.checkpoints import Checkpointable, FlatSlice, RankWindow, Weight
 from zerotune.config.errors import UsageError
 from zerotune.engine import RankGroup
 from zerotune.schedule import slice_bounds
+from zerotune.zero.collector import Collector
 from zerotune.zero.executor import Executor
-from zerotune.zero.reducer import Reducer
 from zerotune.zero.scaler import LossScaler, SkippedSteps
 from zerotune.zero.shards import ShardedParam, ShardStore
 
@@ -29,7 +29,7 @@ class CheckpointMixin:
     shards: ShardStore
     steps: int
     _executor: Executor
-    _reducer: Reducer
+    _reducer: Collector
     _loss_sum: torch.Tensor
     _weight_sum: float
     _scaler: LossScaler

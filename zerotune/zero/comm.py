@@ -37,10 +37,6 @@ from zerotune.zero.direct import Direct, Landing, direct_between, timeout_of, un
 _AS_IT_IS = nullcontext()
 
 
-def _nothing() -> None:
-    """What a rank that is alone waits for."""
-
-
 class Work:
     """A collective under way. :meth:`wait` makes its result visible to what the current stream runs next."""
 
@@ -83,7 +79,7 @@ class Work:
 
 
 class Communicator:
-    """Issues collectives and logs them.
+    """Issues collectives and logs them. A rank that is alone has none.
 
     Args:
         group: The ranks.
@@ -133,8 +129,8 @@ class Communicator:
     @property
     def rows_received(self) -> int:
         """Rows that gathers and exchanges put into their output: of all ranks, or of all others where a rank sends itself
-        nothing (gloo, and a single rank)."""
-        return self._group.size - (self._direct is not None or self._group.size == 1)
+        nothing (gloo)."""
+        return self._group.size - (self._direct is not None)
 
     def own_row(self, own: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
         """This rank's row, where gathers and exchanges do not bring it, and whose it is.
@@ -146,8 +142,8 @@ class Communicator:
             The row, of which rank, and the one after  # [(1, W), first, end]; empty where they bring it
         """
         rank, size = self._group.rank, self._group.size
-        if size == 1 or self.rows_received == size:
-            return []  # a rank that is alone sends what it has
+        if self.rows_received == size:
+            return []
         return [(own[None], rank, rank + 1)]
 
     def rows_of_others(self, received: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
@@ -160,8 +156,6 @@ class Communicator:
             Rows, the first rank they are of, and the one after the last  # [(K, W), first, end]
         """
         rank, size = self._group.rank, self._group.size
-        if size == 1:
-            return []
         rows = received.view(self.rows_received, received.numel() // self.rows_received)
         if self.rows_received == size:
             return [(rows, 0, size)]
@@ -181,8 +175,6 @@ class Communicator:
         Returns:
             N of [W].
         """
-        if self._group.size == 1:
-            return [own]
         found = [*self.own_row(own), *self.rows_of_others(received)]
         return [row for rows, _, _ in sorted(found, key=operator.itemgetter(1)) for row in rows]
 
@@ -204,7 +196,7 @@ class Communicator:
 
     def all_gather(
         self,
-        output: torch.Tensor | None,
+        output: torch.Tensor,
         shard: torch.Tensor,
         purpose: str,
         units: Sequence[str],
@@ -213,17 +205,14 @@ class Communicator:
         """Assemble every rank's shard.
 
         Args:
-            output: Receives :attr:`rows_received` shards of n elements, in rank order; of a rank alone nothing  # 1D
+            output: Receives :attr:`rows_received` shards of n elements, in rank order  # 1D
             shard: This rank's n elements  # 1D
             purpose: For the ledger.
             units: For the ledger.
             head: How many of the n, at the beginning, are room for a tag: ``head_elements``, or 0 for none.
         """
-        if self._group.size == 1:
-            return self._alone(CollectiveKind.ALL_GATHER, purpose, units, shard)
         elements = shard.numel() * self._group.size
         pending, number = self._log(CollectiveKind.ALL_GATHER, purpose, units, elements, shard.itemsize, head)
-        assert output is not None
         if head:
             assert self._guard is not None
             self._guard.stamp(shard, number)
@@ -238,23 +227,18 @@ class Communicator:
         heads = output.view(self._group.size, -1)[:, :head] if head else None
         return self._start("gather", issue, pending, number, heads)
 
-    def exchange(
-        self, output: torch.Tensor | None, rows: torch.Tensor, purpose: str, units: Sequence[str]
-    ) -> Work:
+    def exchange(self, output: torch.Tensor, rows: torch.Tensor, purpose: str, units: Sequence[str]) -> Work:
         """Send row r to rank r: afterwards ``output`` holds row ``rank`` of the ranks, in rank order.
 
         Args:
-            output: :attr:`rows_received` rows; of a rank alone nothing  # 1D
+            output: :attr:`rows_received` rows  # 1D
             rows: N rows  # 1D
             purpose: For the ledger.
             units: For the ledger.
         """
-        if self._group.size == 1:
-            return self._alone(CollectiveKind.REDUCE_SCATTER, purpose, units, rows)
         pending, number = self._log(
             CollectiveKind.REDUCE_SCATTER, purpose, units, rows.numel(), rows.itemsize
         )
-        assert output is not None
 
         def issue() -> Waitable | None:
             if self._direct is not None:
@@ -315,11 +299,6 @@ class Communicator:
     def _is_async(self) -> bool:
         # On CUDA the side streams already give the overlap; a synchronous call orders the op after the side stream.
         return self._group.device.type != "cuda"
-
-    def _alone(self, kind: CollectiveKind, purpose: str, units: Sequence[str], tensor: torch.Tensor) -> Work:
-        """Log what would have sent a tensor, were there anybody else."""
-        pending = self.ledger.issue(kind, purpose, units, tensor.numel(), 0, tensor.itemsize)
-        return self._started(_nothing, pending)
 
     def _log(
         self,

@@ -33,7 +33,9 @@ from zerotune.schedule import (
     UnitSize,
     resolve_knobs,
 )
+from zerotune.zero.alone import LoneCollector
 from zerotune.zero.checkpointing import CheckpointMixin
+from zerotune.zero.collector import Collector
 from zerotune.zero.comm import Communicator
 from zerotune.zero.executor import Executor
 from zerotune.zero.first_values import FirstValues
@@ -401,15 +403,7 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         self._gatherer = Gatherer(
             self.shards, self.group.size, self._comm, self._pool, self.ledger, self._dtype
         )
-        self._reducer = Reducer(
-            self.shards,
-            self.layout,
-            self._comm,
-            self._pool,
-            self.ledger,
-            self.dtypes.reduce,
-            self._is_replicated,
-        )
+        self._reducer: Collector = self._make_collector()
         self._executor = Executor(
             self.knobs,
             self.layout,
@@ -419,6 +413,19 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
             not self._accumulates_locally,
             self._access_watch,
             self._before_window,
+        )
+
+    def _make_collector(self) -> Collector:
+        if self.group.size == 1:
+            return LoneCollector(self.shards, self.ledger, self.dtypes.reduce)
+        return Reducer(
+            self.shards,
+            self.layout,
+            self._comm,
+            self._pool,
+            self.ledger,
+            self.dtypes.reduce,
+            self._is_replicated,
         )
 
     @contextmanager
@@ -469,10 +476,8 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         )
 
     def _access_watch(self) -> AbstractContextManager[object]:
-        if self.knobs.stage < 3:
-            return nullcontext()  # nothing is ever released
         owners = {p.rows.untyped_storage()._cdata: p.ref.unit for p in self.shards.params if not p.persistent}
-        return AccessWatch(owners, self._note_access)
+        return AccessWatch(owners, self._note_access) if owners else nullcontext()
 
     def _note_read(self, param: ShardedParam) -> None:
         """A call of torch is given a partitioned parameter; hooks announced it, or it is gathered, or refused."""
@@ -677,8 +682,8 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
 
     def _refresh_persistent(self) -> Iterator[None]:
         """Bring persistent parameters up to date with the shards; see :meth:`Gatherer.refresh_persistent`."""
-        if self._is_replicated:
-            return iter(())
+        if self._is_replicated or self.group.size == 1:
+            return iter(())  # there is no other copy
         return self._gatherer.refresh_persistent(
             None if self.knobs.stage == 3 else int(self.knobs.allgather_bucket_size)
         )

@@ -33,9 +33,9 @@ from zerotune.schedule import (
     Schedule,
     Wait,
 )
+from zerotune.zero.collector import Collector
 from zerotune.zero.gatherer import Gatherer
 from zerotune.zero.passes import Pass, ScheduleBook
-from zerotune.zero.reducer import Reducer
 
 _REMEMBERED = 64
 """Schedules that are remembered event by event."""
@@ -94,7 +94,7 @@ class Executor:
         knobs: Knobs,
         layout: Layout,
         gatherer: Gatherer,
-        reducer: Reducer,
+        reducer: Collector,
         ledger: LedgerKeeper,
         reduces_in_pass: bool,
         watch_access: Callable[[], AbstractContextManager[object]],

@@ -100,7 +100,7 @@ class FullStateMixin:
 
     def _full_master(self, param: ShardedParam) -> torch.Tensor:
         """One parameter, full, fp32, on the CPU  # ND"""
-        if self._is_replicated:
+        if self._is_replicated or self.group.size == 1:
             flat = param.master.detach()
         else:
             own = param.master.detach()

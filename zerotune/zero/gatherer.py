@@ -21,24 +21,18 @@ class _Outgoing:
 
     Args:
         slices: One after the other  # 1D
-        ranks: Number of ranks, N.
         head: Elements of a tag that travels before them, H.
     """
 
-    def __init__(self, slices: list[torch.Tensor], ranks: int, head: int = 0) -> None:
+    def __init__(self, slices: list[torch.Tensor], head: int = 0) -> None:
         self._slices = slices
         self._head = head
         self.width = head + sum(piece.numel() for piece in slices)
-        self._as_it_is: torch.Tensor | None = None
-        if len(slices) == 1 and not head:
-            self._as_it_is = slices[0]
-        elif ranks == 1:  # nobody reads it
-            self._as_it_is = slices[0].new_empty(1).expand(self.width)
 
     def together(self) -> tuple[torch.Tensor, int]:
         """Room for a tag, and the slices  # [H + W]; and the bytes that were allocated to put them together."""
-        if self._as_it_is is not None:
-            return self._as_it_is, 0
+        if len(self._slices) == 1 and not self._head:
+            return self._slices[0], 0
         head = [self._slices[0].new_empty(self._head)] if self._head else []
         shard = torch.cat([*head, *self._slices])
         return shard, shard.nbytes
@@ -63,7 +57,7 @@ class _Together:
         self.names = tuple(unit.name for unit in sharded)
         self.full_bytes = sum(unit.full_bytes for unit in sharded)
         self.in_turn = SlicesInTurn([param for unit in sharded for param in unit.gathered])
-        self.outgoing = _Outgoing([unit.flat for unit in sharded], ranks, head)
+        self.outgoing = _Outgoing([unit.flat for unit in sharded], head)
         self.live = ranks * self.in_turn.width
 
 
@@ -74,8 +68,8 @@ class _InFlight:
     together: _Together
     work: Work
     shard: torch.Tensor  # [H + W]: what is sent; on CUDA another stream reads it until it lands
-    buffer: torch.Tensor | None
-    """[R, H + W]: rows of all ranks or of all others, each with a tag, if any travels, and slices; None of a rank alone."""
+    buffer: torch.Tensor
+    """[R, H + W]: rows of all ranks or of all others, each with a tag, if any travels, and slices."""
     nbytes: int  # that were allocated for it
 
 
@@ -90,6 +84,8 @@ class _Refresh:
 
 class Gatherer:
     """Carries out gathers, waits and releases; which and when is the schedule's decision.
+
+    A rank that is alone has nothing to gather: all its parameters are persistent, and none is a copy.
 
     Args:
         shards: The parameters.
@@ -130,8 +126,7 @@ class Gatherer:
         shard, nbytes = together.outgoing.together()
         buffer = self._take(together.outgoing.width)
         work = self._comm.all_gather(buffer, shard, purpose, together.names, self._head)
-        if buffer is not None:
-            nbytes += buffer.nbytes
+        nbytes += buffer.nbytes
         flight = _InFlight(together, work, shard, buffer, nbytes)
         # Not before: if ranks diverged, nothing is in flight.
         self._ledger.add(ByteClass.FULL, nbytes)
@@ -212,20 +207,19 @@ class Gatherer:
         for refresh in self._refreshes:
             shard, nbytes = refresh.outgoing.together()
             buffer = self._take(refresh.in_turn.width)
-            nbytes += 0 if buffer is None else buffer.nbytes
+            nbytes += buffer.nbytes
             self._ledger.add(ByteClass.FULL, nbytes)
             work = self._comm.all_gather(buffer, shard, "refresh", refresh.names)
             yield
             work.wait()
-            if buffer is not None:
-                for rows, first, end in [*self._comm.own_row(shard), *self._comm.rows_of_others(buffer)]:
-                    refresh.in_turn.copy_out(rows, first, end)
-                self._pool.give(buffer)
+            for rows, first, end in [*self._comm.own_row(shard), *self._comm.rows_of_others(buffer)]:
+                refresh.in_turn.copy_out(rows, first, end)
+            self._pool.give(buffer)
             self._ledger.add(ByteClass.FULL, -nbytes)
 
     def _refresh(self, params: Sequence[ShardedParam]) -> _Refresh:
         names = dict.fromkeys(self._shards.units[p.ref.unit].name for p in params)
-        return _Refresh(SlicesInTurn(params), _Outgoing([p.shard for p in params], self._ranks), list(names))
+        return _Refresh(SlicesInTurn(params), _Outgoing([p.shard for p in params]), list(names))
 
     def _refresh_buckets(self, bucket_size: int | None) -> list[list[ShardedParam]]:
         buckets: list[list[ShardedParam]] = []
@@ -256,10 +250,9 @@ class Gatherer:
             found = self._gathered_together[units] = _Together(units, sharded, self._ranks, self._head)
         return found
 
-    def _take(self, width: int) -> torch.Tensor | None:
-        """Room for what a gather brings, if it brings anything  # [R * width]"""
-        rows = self._rows_received
-        return self._pool.take(rows * width, self._dtype) if rows else None
+    def _take(self, width: int) -> torch.Tensor:
+        """Room for what a gather brings  # [R * width]"""
+        return self._pool.take(self._rows_received * width, self._dtype)
 
     def _land(self, flight: _InFlight) -> None:
         together = flight.together
@@ -267,10 +260,7 @@ class Gatherer:
             unit.allocate()
         self._ledger.add(ByteClass.FULL, together.full_bytes)
         try:
-            if flight.buffer is None:
-                flight.work.wait()
-            else:
-                self._copy_out(flight, flight.buffer)
+            self._copy_out(flight)
         except BaseException:
             for unit in together.sharded:
                 unit.free()
@@ -280,13 +270,13 @@ class Gatherer:
         self.complete.update(together.units)
         self._drop(flight)
 
-    def _copy_out(self, flight: _InFlight, buffer: torch.Tensor) -> None:
+    def _copy_out(self, flight: _InFlight) -> None:
         in_turn, head = flight.together.in_turn, self._head
         with _labelled("copy_out", flight.together.names):
             for rows, first, end in self._comm.own_row(flight.shard):  # beside what still travels
                 in_turn.copy_out(rows, first, end)
             flight.work.wait()
-            for rows, first, end in self._comm.rows_of_others(buffer):
+            for rows, first, end in self._comm.rows_of_others(flight.buffer):
                 in_turn.copy_out(rows[:, head:] if head else rows, first, end)
 
     def _drop(self, flight: _InFlight, reuse: bool = True) -> None:
@@ -294,8 +284,7 @@ class Gatherer:
             del self.in_flight[unit]
         self._ledger.add(ByteClass.FULL, -flight.nbytes)
         self._ledger.add_live(-flight.together.live)
-        if flight.buffer is not None:
-            (self._pool.give if reuse else self._pool.lose)(flight.buffer)
+        (self._pool.give if reuse else self._pool.lose)(flight.buffer)
 
 
 def _labelled(what: str, units: Iterable[str]) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""Reducing gradients to the shards, bucket by bucket."""
+"""Reducing gradients over ranks to the shards, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from itertools import accumulate, chain
 import torch
 
 from zerotune.engine import LedgerKeeper
-from zerotune.models.access import not_reading
 from zerotune.records import ByteClass
 from zerotune.schedule import Bucket, Layout, ParamRef
+from zerotune.zero.collector import Collector, add_into
 from zerotune.zero.comm import Communicator, Work
 from zerotune.zero.pool import BufferPool
 from zerotune.zero.shards import ShardedParam, ShardStore
@@ -45,8 +45,6 @@ class _Members:
             ref: slice(end - size, end)
             for ref, size, end in zip(bucket.params, self.sizes, ends, strict=True)
         }
-        self.no_room: torch.Tensor | None = None
-        """What a rank that is alone fills: nothing, in the shape of a bucket."""
         self.compared_with: Sequence[ShardedParam] | None = None
         """What trained when ``are_whole_units`` was found."""
         self.are_whole_units = False
@@ -58,9 +56,8 @@ class _Filling:
     """A bucket that gradients are copied into: row r goes to rank r."""
 
     members: _Members
-    rows: torch.Tensor  # [N, W]; of a rank alone, no room but its shape
+    rows: torch.Tensor  # [N, W]
     collected: list[Sequence[ParamRef]] = field(default_factory=list)
-    kept: dict[ParamRef, torch.Tensor] = field(default_factory=dict)  # gradients of a rank alone, 1D
 
 
 @dataclass
@@ -70,13 +67,12 @@ class _InFlight:
     members: _Members
     work: Work
     sent: torch.Tensor
-    received: torch.Tensor | None  # rows to be summed, of all ranks or of all others, or their sum, [W]
+    received: torch.Tensor  # rows to be summed, of all ranks or of all others, or their sum, [W]
     is_sum: bool
-    kept: dict[ParamRef, torch.Tensor]
 
 
-class Reducer:
-    """Full gradients in, sums over ranks added to the shards' gradients.
+class Reducer(Collector):
+    """Copies gradients into buckets, and adds their sums over ranks to the shards' gradients.
 
     How many buckets exist at a time is the schedule's decision: it drains some before it begins another.
 
@@ -100,7 +96,7 @@ class Reducer:
         dtype: torch.dtype,
         replicate: bool,
     ) -> None:
-        self._shards = shards
+        super().__init__(shards)
         self._ranks = layout.ranks
         self._comm = comm
         self._pool = pool
@@ -110,22 +106,9 @@ class Reducer:
         self._members: dict[int, _Members] = {}
         self._filling: dict[int, _Filling] = {}
         self._in_flight: deque[_InFlight] = deque()
-        self._collected: list[Sequence[ParamRef]] = []
-        self.left_out: dict[int, float] = {}
-        """Share of the bytes of each unit's latest reduction that need not be sent; of a unit that is missing, none."""
-        self.looks_for_trouble = False
-        """Whether to look at every full gradient, at the price of reading it once more, for :attr:`first_trouble`."""
-        self.first_trouble: ShardedParam | None = None
-        """The first parameter since it was last cleared whose gradient on this rank was not finite."""
 
     def collect(self, index: int, bucket: Bucket, refs: Sequence[ParamRef]) -> None:
-        """Copy full gradients into a bucket and free them; a parameter without one counts as zeros.
-
-        Args:
-            index: The bucket's index, unique within the pass.
-            bucket: Its members.
-            refs: The members to collect now.
-        """
+        """Copy full gradients into a bucket and free them."""
         filling = self._filling.get(index)
         if filling is None:
             filling = self._filling[index] = self._start(bucket)
@@ -133,13 +116,8 @@ class Reducer:
         is_whole = len(refs) == len(members.params)
         params = members.params if is_whole else [self._shards[ref] for ref in refs]
         owners = members.owners if is_whole else [param.param for param in params]
-        with not_reading():
-            grads = [owner.grad for owner in owners]
-        if self.looks_for_trouble:
-            self._look_for_trouble(params, grads)
-        if self._ranks == 1:
-            self._keep(filling, refs, params, grads)
-        elif (
+        grads = self._full(params, owners)
+        if (
             is_whole
             and members.are_even
             and all(grad is not None and grad.dtype is self._dtype for grad in grads)
@@ -150,77 +128,25 @@ class Reducer:
         else:
             for ref, param, grad in zip(refs, params, grads, strict=True):
                 _copy_rows(filling.rows[:, members.columns[ref]], grad, param.numel)
-        with not_reading():
-            for owner, param, grad in zip(owners, params, grads, strict=True):
-                if grad is not None:
-                    owner.grad = None
-                    param.is_touched = True
+        self._drop(refs, params, owners, grads)
         filling.collected.append(refs)
-        self._collected.append(refs)
-
-    def _keep(
-        self,
-        filling: _Filling,
-        refs: Sequence[ParamRef],
-        params: Sequence[ShardedParam],
-        grads: Sequence[torch.Tensor | None],
-    ) -> None:
-        """A rank that is alone has its sums in these gradients: they are kept as they are, in the dtype that travels."""
-        for ref, param, grad in zip(refs, params, grads, strict=True):
-            if grad is None or param.numel != param.slice:
-                flat = torch.empty(param.slice, dtype=self._dtype, device=param.master.device)
-                _copy_rows(flat[None], grad, param.numel)
-            else:
-                flat = grad.detach().reshape(-1)
-                if flat.dtype is not self._dtype:
-                    flat = flat.to(self._dtype)
-            filling.kept[ref] = flat
-            self._ledger.add(ByteClass.GRADIENT, flat.nbytes)  # at once: a later one may find no memory
-
-    def _look_for_trouble(self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            if self.first_trouble is not None:
-                return
-            if grad is not None and not bool(grad.isfinite().all()):
-                self.first_trouble = param
-
-    def uncollected(self) -> list[ParamRef]:
-        """Trainable parameters that no bucket of this pass took yet, or whose gradient came after it did."""
-        collected = set(chain.from_iterable(self._collected))
-        with not_reading():
-            return [
-                p.ref for p in self._shards.trainable if p.ref not in collected or p.param.grad is not None
-            ]
-
-    def late(self) -> list[ParamRef]:
-        """Parameters whose gradient is still full: autograd delivered it after their bucket was filled."""
-        with not_reading():
-            return [p.ref for p in self._shards.trainable if p.param.grad is not None]
-
-    def end_pass(self) -> None:
-        """The next bucket belongs to a new pass."""
-        self._collected.clear()
 
     def reduce(self, index: int) -> None:
-        """Issue the reduction of a bucket."""
         filling = self._filling.pop(index)
         members = filling.members
-        sent = filling.rows.view(-1) if self._ranks > 1 else filling.rows
-        received: torch.Tensor | None = None
-        is_sum = self._ranks > 1 and not self._comm.sums_in_exchange(self._dtype)
+        sent = filling.rows.view(-1)
+        is_sum = not self._comm.sums_in_exchange(self._dtype)
         if is_sum:
             received = self._take(members.width, torch.float32)
             work = self._comm.reduce_scatter(received, sent, "gradient", members.names)
         else:
-            if self._comm.rows_received:
-                received = self._take(members.width * self._comm.rows_received, self._dtype)
+            received = self._take(members.width * self._comm.rows_received, self._dtype)
             work = self._comm.exchange(received, sent, "gradient", members.names)
             if work.left_out or self.left_out:
                 self.left_out.update(dict.fromkeys(members.units, work.left_out))
-        self._in_flight.append(_InFlight(members, work, sent, received, is_sum, filling.kept))
+        self._in_flight.append(_InFlight(members, work, sent, received, is_sum))
 
     def drain(self, keep: int = 0) -> None:
-        """Finish the oldest reductions until at most ``keep`` are in flight; none will finish if ranks diverged."""
         while len(self._in_flight) > keep:
             if not self._comm.is_broken:
                 self._finish(self._in_flight[0])
@@ -230,41 +156,29 @@ class Reducer:
 
     def _lose(self, reduction: _InFlight) -> None:
         """Keep what a collective that will not end may still read or write."""
-        if reduction.received is not None:
-            for buffer in (reduction.sent, reduction.received):
-                self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
-                self._pool.lose(buffer)
+        for buffer in (reduction.sent, reduction.received):
+            self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
+            self._pool.lose(buffer)
 
     def abandon(self) -> None:
-        """Reduce what has been collected of unfinished buckets as it stands.
-
-        For a pass that leaves the recorded order: members that were not collected travel as zeros, and come later.
-        """
         unfinished = list(self._filling)
         for index in unfinished:
             filling = self._filling[index]
             collected = set(chain.from_iterable(filling.collected))
-            left = [ref for ref in filling.members.bucket.params if ref not in collected]
-            if self._ranks == 1:
-                self._keep(filling, left, [self._shards[ref] for ref in left], [None] * len(left))
-            else:
-                for ref in left:
+            for ref in filling.members.bucket.params:
+                if ref not in collected:
                     filling.rows[:, filling.members.columns[ref]].zero_()
             self.drain(keep=1)
             self.reduce(index)
 
     def clear(self) -> None:
-        """Drop everything, after an error."""
         for filling in self._filling.values():
-            if self._ranks > 1:
-                self._give(filling.rows.view(-1))
-            self._forget(filling.kept)
+            self._give(filling.rows.view(-1))
         self._filling.clear()
-        self._collected.clear()
         self.drain()
+        super().clear()
 
     def forget(self) -> None:
-        """Let go of what is remembered of parameters that are no more."""
         self._members.clear()
 
     # ----------------------------------------------------------------------------------------------- inside
@@ -275,48 +189,41 @@ class Reducer:
             if len(self._members) >= _REMEMBERED:
                 self._members.clear()  # of schedules that are long gone
             members = self._members[id(bucket)] = _Members(bucket, self._shards)
-        if self._ranks == 1:
-            if members.no_room is None:
-                members.no_room = torch.empty(1, dtype=self._dtype).expand(members.width)
-            return _Filling(members, members.no_room)
         rows = self._take(self._ranks * members.width, self._dtype)
         return _Filling(members, rows.view(self._ranks, members.width))
 
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()
         members = reduction.members
-        if reduction.received is None:
-            self._add_what_was_kept(members, reduction.kept)
-        elif not reduction.is_sum and self._are_empty_units(members):
-            self._sum_into(members.units, self._rows_to_sum(reduction, reduction.received))
+        if not reduction.is_sum and self._are_empty_units(members):
+            self._sum_into(members.units, self._rows_to_sum(reduction))
         else:
             summed = reduction.received
             if not reduction.is_sum:
                 summed = self._take(members.width, torch.float32)
-                _sum_rows(summed, self._rows_to_sum(reduction, reduction.received))
+                _sum_rows(summed, self._rows_to_sum(reduction))
             for unit in members.units:
                 self._shards.make_grads(unit)
             if self._replicate:
                 self._add_to_replicas(summed, members)
             else:
-                self._add([p.grad for p in members.params], summed.split(members.sizes), members.params)
+                add_into([p.grad for p in members.params], summed.split(members.sizes), members.params)
             if not reduction.is_sum:
                 self._give(summed)
         for param in members.params:
             param.has_grad = True
-        if reduction.received is not None:
-            self._give(reduction.sent)
-            self._give(reduction.received)
+        self._give(reduction.sent)
+        self._give(reduction.received)
 
-    def _rows_to_sum(self, reduction: _InFlight, received: torch.Tensor) -> list[torch.Tensor]:
+    def _rows_to_sum(self, reduction: _InFlight) -> list[torch.Tensor]:
         """Every rank's row, in rank order  # N of [W]"""
         own = reduction.sent.view(self._ranks, reduction.members.width)[self._comm.rank]
-        return self._comm.rows_in_order(received, own)
+        return self._comm.rows_in_order(reduction.received, own)
 
     def _are_empty_units(self, members: _Members) -> bool:
         """Whether these are all that trains of their units, in order, none of which has a gradient yet: then the sum is
         the gradient, and needs no copy."""
-        if (self._replicate and self._ranks > 1) or not self._shards.keeps_fp32_grads:
+        if self._replicate or not self._shards.keeps_fp32_grads:
             return False
         if members.compared_with is not self._shards.trainable:
             members.compared_with = self._shards.trainable
@@ -325,20 +232,6 @@ class Reducer:
                 map(operator.is_, whole, members.params)
             )
         return members.are_whole_units and not any(map(self._shards.has_grads, members.units))
-
-    def _add_what_was_kept(self, members: _Members, kept: dict[ParamRef, torch.Tensor]) -> None:
-        """A rank that is alone: what was collected is the sum. It becomes the gradient, or is added to it."""
-        grads = [kept[ref] for ref in members.bucket.params]
-        self._forget(kept)
-        can_adopt = self._dtype is torch.float32 and self._are_empty_units(members)
-        if can_adopt and self._shards.adopt_grads(members.units, grads):
-            return
-        for unit in members.units:
-            self._shards.make_grads(unit)
-        self._add([p.grad for p in members.params], grads, members.params)
-
-    def _forget(self, kept: dict[ParamRef, torch.Tensor]) -> None:
-        self._ledger.add(ByteClass.GRADIENT, -sum(grad.nbytes for grad in kept.values()))
 
     def _sum_into(self, units: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Sum over ranks into the gradients of units that have none.
@@ -362,24 +255,8 @@ class Reducer:
         whole = [None if p.grad is None else p.grad.view(self._ranks, p.slice) for p in members.params]
         for rows, first, end in [*self._comm.own_row(summed), *self._comm.rows_of_others(received)]:
             columns = rows.split(members.sizes, dim=1)
-            self._add([None if grad is None else grad[first:end] for grad in whole], columns, members.params)
+            add_into([None if grad is None else grad[first:end] for grad in whole], columns, members.params)
         self._give(received)
-
-    def _add(
-        self,
-        targets: Sequence[torch.Tensor | None],
-        sums: Sequence[torch.Tensor],
-        members: Sequence[ShardedParam],
-    ) -> None:
-        """Put sums into gradients that are empty, add them to those that are not."""
-        for has_grad, put in ((False, torch._foreach_copy_), (True, torch._foreach_add_)):
-            pairs = [
-                (target, total)
-                for target, total, param in zip(targets, sums, members, strict=True)
-                if target is not None and param.has_grad is has_grad
-            ]
-            if pairs:
-                put([target for target, _ in pairs], [total for _, total in pairs])
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self._pool.take(numel, dtype)

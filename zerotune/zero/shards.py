@@ -100,8 +100,6 @@ class SlicesInTurn:
 class ShardedUnit:
     """A unit's parameters, and those that are gathered as one.
 
-    A rank that is alone holds these in full already: then ``full`` and ``flat`` share their storage, which stays.
-
     Args:
         name: For the ledger.
         params: All its parameters; ``trainable`` those that get gradients now.
@@ -116,21 +114,18 @@ class ShardedUnit:
         self._storage = full.untyped_storage()
         self.gathered = [p for p in params if not p.persistent]
         self.width = flat.numel()
-        self._is_whole = self._storage._cdata == flat.untyped_storage()._cdata
-        self.full_bytes = 0 if self._is_whole else sum(p.full_bytes for p in self.gathered)
+        self.full_bytes = sum(p.full_bytes for p in self.gathered)
         """Bytes that come with :meth:`allocate` and go with :meth:`free`."""
         self.trainable: list[ShardedParam] = []
         self._classes: list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]] = []
 
     def allocate(self) -> None:
         """Restore the storage of the full parameters; what it holds then is arbitrary."""
-        if not self._is_whole:
-            self._storage.resize_(self.full_bytes)
+        self._storage.resize_(self.full_bytes)
 
     def free(self) -> None:
         """Free the storage of the full parameters."""
-        if not self._is_whole:
-            self._storage.resize_(0)
+        self._storage.resize_(0)
 
     def report_reads(self, to: Callable[[ShardedParam], None]) -> None:
         """Report reads of the gathered parameters, but for those between :meth:`expose` and :meth:`conceal`."""
@@ -152,8 +147,8 @@ class ShardedUnit:
 class ShardStore:
     """All parameters of a model, partitioned as the stage says.
 
-    Below stage 3 every parameter is persistent. At stages 1 and 2 its master and gradient are this rank's slice; at
-    stage 0 they hold all slices, laid out alike, so that the optimizer sees the same lanes.
+    Below stage 3, and on a rank that is alone, every parameter is persistent. Its master and gradient are this rank's
+    slice, but at stage 0, where they hold all slices, laid out alike, so that the optimizer sees the same lanes.
 
     Args:
         units: The model's units.
@@ -420,18 +415,14 @@ class ShardStore:
         )
 
     def _unit(self, name: str, params: list[ShardedParam], flat: torch.Tensor) -> ShardedUnit:
-        """Put the parameters that are gathered into one storage, which has no memory yet; of one rank alone, into that of
-        its slices."""
+        """Put the parameters that are gathered into one storage, which has no memory yet."""
         gathered = [p for p in params if not p.persistent]
         ranks = self._layout.ranks
-        full = (
-            flat if ranks == 1 else torch.empty(flat.numel() * ranks, dtype=self._dtype, device=self._device)
-        )
+        full = torch.empty(flat.numel() * ranks, dtype=self._dtype, device=self._device)
         for param, padded in zip(gathered, full.split([p.slice * ranks for p in gathered]), strict=True):
             _put(param.param, padded)
             param.rows = padded.view(ranks, param.slice)
-        if ranks > 1:
-            full.untyped_storage().resize_(0)
+        full.untyped_storage().resize_(0)
         return ShardedUnit(name, params, flat, full)
 
     def _persist(self, ref: ParamRef, name: str, param: nn.Parameter) -> ShardedParam:
