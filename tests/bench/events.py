@@ -1,12 +1,13 @@
 """What one unit event costs beside the work: a model of many tiny units, with the engine and without.
 
-    python -m tests.bench.events [--blocks 200] [--rounds 10] [--fsdp2]
+    python -m tests.bench.events [--ranks 1] [--blocks 200] [--rounds 10] [--fsdp2]
 
 A unit event is an entry to or an exit from a unit's use, in forward or in backward: four per unit and step. The
 difference of the times of forward and backward, over the number of events, holds our Python and the calls of torch
-that it makes (hooks on tensors, gathers and copies of tiny ones, on a group of one). The profile says which function
-takes it. A profiler makes Python slower, so that its shares count, not its sums. Times are the processor's, and of all
-steps the shortest, so that other processes count least. The bar is 20 µs of our own Python per event.
+that it makes: of a rank that is alone hooks and gradients, of two gathers, releases and reductions of tiny tensors as
+well. The profile says which function takes it. A profiler makes Python slower, so that its shares count, not its
+sums. Times are the processor's, of the thread that trains, and of all steps the shortest, so that other processes and
+waiting count least; those of the whole process are beside them. The bar is 20 µs of our own Python per event.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zerotune
+from tests.ranks import run_on_ranks
 from zerotune.engine import RankGroup
 
 WIDTH = 16
 WARMUP_STEPS = 4
 SHOWN = 25
+LIMIT_S = 600.0
 PACKAGE = Path(zerotune.__file__).parent
 
 
@@ -56,23 +59,30 @@ class Timed:
     """Forward and backward, then the optimizer, each timed by itself.
 
     Attributes:
-        passes_s: Forward and backward of every step.
-        updates_s: The rest of every step.
+        passes_s: Forward and backward of every step, of this thread.
+        process_s: The same of all threads.
+        updates_s: The rest of every step, of this thread.
     """
 
     def __init__(self, passes: Callable[[], None], update: Callable[[], object]) -> None:
         self._passes = passes
         self._update = update
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
         self.passes_s: list[float] = []
+        self.process_s: list[float] = []
         self.updates_s: list[float] = []
 
     def step(self) -> None:
-        started = time.process_time()
+        started, of_all = time.thread_time(), time.process_time()
         self._passes()
-        between = time.process_time()
+        between = time.thread_time()
+        self.process_s.append(time.process_time() - of_all)
         self._update()
         self.passes_s.append(between - started)
-        self.updates_s.append(time.process_time() - between)
+        self.updates_s.append(time.thread_time() - between)
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
@@ -92,17 +102,18 @@ def plain(blocks: int, x: Tensor) -> Timed:
 
 
 def ours(blocks: int, x: Tensor) -> tuple[Timed, zerotune.ZeroEngine]:
-    """With the engine, on a group of one."""
+    """With the engine."""
     module = Chain(blocks)
-    engine = zerotune.ZeroEngine(module, adamw(module), group=RankGroup(None, 0, 1, torch.device("cpu")))
+    engine = zerotune.ZeroEngine(module, adamw(module), group=RankGroup.default("cpu"))
     return Timed(lambda: engine.backward(engine(x)), engine.step), engine
 
 
 def fsdp2(blocks: int, x: Tensor) -> Timed:
-    """With FSDP2 on every block and the root, on a group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """With FSDP2 on every block and the root."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     module = Chain(blocks)
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for each in (*module.blocks, module):
         fully_shard(each, mesh=mesh)
     optimizer = adamw(module)
@@ -129,7 +140,7 @@ class Spent(NamedTuple):
 
 def stats_of(function: Callable[[], None]) -> dict[tuple[str, int, str], Any]:
     """What :mod:`pstats` keeps of a call."""
-    profiler = cProfile.Profile()
+    profiler = cProfile.Profile(time.thread_time)
     profiler.enable()
     function()
     profiler.disable()
@@ -178,44 +189,52 @@ def _table(title: str, spent: list[Spent]) -> list[str]:
     return lines
 
 
+def found(rank: int, size: int, blocks: int, rounds: int, steps: int, with_fsdp2: bool) -> list[str]:
+    """What to say, from one of the ranks."""
+    x = torch.randn(1, WIDTH)
+    without, (with_it, engine) = plain(blocks, x), ours(blocks, x)
+    peers = [fsdp2(blocks, x)] if with_fsdp2 else []
+    measured = [without, with_it, *peers]
+    for each in measured:
+        for _ in range(WARMUP_STEPS):
+            each.step()
+        each.forget()
+    gc.collect()
+    for number in range(rounds):
+        for each in measured if number % 2 == 0 else reversed(measured):
+            for _ in range(steps):
+                each.step()
+    events = events_of(engine)
+    updates = min(with_it.updates_s) - min(without.updates_s)
+    params = sum(1 for _ in engine.module.parameters())
+    lines = [f"{blocks} units, {events} unit events in a step, rank {rank} of {size}"]
+    for name, each in zip(("zerotune", "FSDP2"), (with_it, *peers), strict=False):
+        passes, of_all = (
+            (min(mine) - min(plainly)) / events * 1e6
+            for mine, plainly in ((each.passes_s, without.passes_s), (each.process_s, without.process_s))
+        )
+        lines.append(
+            f"{name}: forward and backward {passes:.1f} µs per event more than plain, all threads {of_all:.1f}"
+        )
+    lines.append(
+        f"step(): {updates * 1e3:.2f} ms more than plain, {updates / params * 1e6:.1f} µs per parameter"
+    )
+    per_event = (min(with_it.passes_s) - min(without.passes_s)) / events * 1e6
+    return lines + profile(with_it.step, 3, events, per_event)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=3, help="per round")
     parser.add_argument("--fsdp2", action="store_true", help="measure FSDP2 as well")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    x = torch.randn(1, WIDTH)
-    without, (with_it, engine) = plain(options.blocks, x), ours(options.blocks, x)
-    peers = [fsdp2(options.blocks, x)] if options.fsdp2 else []
-    measured = [without, with_it, *peers]
-    for each in measured:
-        for _ in range(WARMUP_STEPS):
-            each.step()
-        each.passes_s.clear()
-        each.updates_s.clear()
-    gc.collect()
-    for number in range(options.rounds):
-        for each in measured if number % 2 == 0 else reversed(measured):
-            for _ in range(options.steps):
-                each.step()
-    events = events_of(engine)
-    passes = min(with_it.passes_s) - min(without.passes_s)
-    updates = min(with_it.updates_s) - min(without.updates_s)
-    params = sum(1 for _ in engine.module.parameters())
-    print(f"{options.blocks} units, {events} unit events in a step")
-    print(
-        f"forward and backward: {passes * 1e3:.2f} ms more than plain, {passes / events * 1e6:.1f} µs per event"
-    )
-    print(f"step(): {updates * 1e3:.2f} ms more than plain, {updates / params * 1e6:.1f} µs per parameter")
-    for peer in peers:
-        its = min(peer.passes_s) - min(without.passes_s)
-        print(f"FSDP2: {its * 1e3:.2f} ms more than plain, {its / events * 1e6:.1f} µs per event of ours")
-    print("\n".join(profile(with_it.step, 3, events, passes / events * 1e6)))
+    settings = (options.blocks, options.rounds, options.steps, options.fsdp2)
+    print("\n".join(run_on_ranks(options.ranks, found, *settings, limit=LIMIT_S)[0]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The engine on one CUDA device; skipped without one.
 
-A group of one rank has nothing to send; where streams matter, :mod:`tests.zero.twins` plays the second rank.
+A rank that is alone gathers nothing; where gathers, releases and streams matter, :mod:`tests.zero.twins` plays the
+second rank.
 """
 
 from __future__ import annotations
@@ -64,12 +65,14 @@ def take_step(engine: ZeroEngine, step: int) -> float:
 
 
 def train(
-    precision: str, knobs: dict[str, object], steps: int = 8
+    precision: str, knobs: dict[str, object], steps: int = 8, group: RankGroup | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    engine = engine_on(alone(), precision, **knobs)
+    engine = engine_on(group or alone(), precision, **knobs)
     losses = [take_step(engine, step) for step in range(steps)]
     state = engine.full_state_dict()
+    engine.flush()
     assert engine.ledger.live_elements == 0
+    engine.close()
     return losses, state
 
 
@@ -119,13 +122,23 @@ def test_knobs_do_not_change_a_bit_in_bf16() -> None:
         assert all(torch.equal(state[name], other[name]) for name in state), knobs
 
 
+def test_knobs_do_not_change_a_bit_on_two_ranks() -> None:
+    with twins(DEVICE) as group:
+        first, state = train("bf16", SMALL, group=group)
+        for knobs in KNOBS[1:]:
+            losses, other = train("bf16", knobs, group=group)
+            assert losses == first, knobs
+            assert all(torch.equal(state[name], other[name]) for name in state), knobs
+
+
 def test_released_parameters_leave_the_device() -> None:
-    engine = engine_on(alone(), name="sgd", param_persistence_threshold=0)
-    for step in range(3):
-        take_step(engine, step)
-    engine.flush()
-    assert all(p.param.untyped_storage().nbytes() == 0 for p in engine.shards.params)
-    assert sum(engine.at_rest().values()) <= torch.cuda.memory_allocated(DEVICE)
+    with twins(DEVICE) as group:
+        engine = engine_on(group, name="sgd", param_persistence_threshold=0)
+        for step in range(3):
+            take_step(engine, step)
+        engine.flush()
+        assert all(p.param.untyped_storage().nbytes() == 0 for p in engine.shards.params)
+        assert sum(engine.at_rest().values()) <= torch.cuda.memory_allocated(DEVICE)
 
 
 # -------------------------------------------------------------------------------------------------- no host sync
@@ -258,16 +271,17 @@ def test_run_ahead_does_not_raise_the_peak() -> None:
     """However far the host is ahead of a slow device, buffers are reused in the order of the stream."""
 
     def peak(delay: bool) -> int:
-        engine = engine_on(alone(), **SMALL)
-        for step in range(3):
-            take_step(engine, step)
-        torch.cuda.synchronize()
-        reset_peaks(DEVICE)
-        if delay:
-            torch.cuda._sleep(100 * _CYCLES)
-        take_step(engine, 3)
-        found = torch.cuda.max_memory_allocated(DEVICE)
-        engine.close()
+        with twins(DEVICE) as group:
+            engine = engine_on(group, **SMALL)
+            for step in range(3):
+                take_step(engine, step)
+            torch.cuda.synchronize()
+            reset_peaks(DEVICE)
+            if delay:
+                torch.cuda._sleep(100 * _CYCLES)
+            take_step(engine, 3)
+            found = torch.cuda.max_memory_allocated(DEVICE)
+            engine.close()
         return found
 
     assert peak(delay=True) <= 1.01 * peak(delay=False)

@@ -21,7 +21,7 @@ from zerotune.engine import RankGroup
 SIZE = 2
 
 
-class _Done:
+class _Done(dist.Work):
     """A collective that has been carried out, as far as the current stream is concerned."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
