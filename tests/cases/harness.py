@@ -225,10 +225,7 @@ class Zero(Model):
         assert live in (0, allowed), f"{live} live {when}"
         for param in self.engine.shards.params:
             storage = param.rows.untyped_storage()
-            is_the_shard = (
-                self.world.size == 1 and storage.data_ptr() == param.shard.untyped_storage().data_ptr()
-            )
-            assert param.persistent or is_the_shard or storage.nbytes() == 0, (
+            assert param.persistent or storage.nbytes() == 0, (
                 f"{param.name} still holds {storage.nbytes()} bytes {when}"
             )
 

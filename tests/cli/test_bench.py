@@ -90,6 +90,51 @@ def test_engines_in_turns_over_a_link(tmp_path: Path) -> None:
         assert 0 < figures["peak_live_elements"] <= 2.1 * parameters
     assert engines["zerotune:keep"]["collectives"] < engines["zerotune"]["collectives"]
     assert "flows" not in engines["ddp"]
+    assert_kept(tmp_path, document)
+
+
+def said(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "zerotune", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_kept(folder: Path, document: dict[str, Any]) -> None:
+    """The benchmark is a run of the store, and can be shown any time later."""
+    run_id = document["run_id"]
+    shown = json.loads(said(folder, "show", run_id, "--json"))
+    assert (shown["kind"], shown["status"]) == ("bench", "complete")
+    assert shown["bench"] == {key: value for key, value in document.items() if key != "run_id"}
+    assert shown["cluster"]["facts"]["link"] == "0.5 Gbit/s between two hosts of one machine"
+    assert (shown["cluster"]["facts"]["nodes"], shown["cluster"]["facts"]["ranks_per_node"]) == (2, 1)
+    table = said(folder, "show", run_id)
+    assert "zerotune:keep" in table and "engines in turns" in table
+    listed = said(folder, "results")
+    assert run_id in listed and f"ddp {document['ratios']['zerotune/ddp']['median']:.2f}" in listed
+    (row,) = json.loads(said(folder, "results", "--json"))["runs"]
+    assert row["run_id"] == run_id and row["rank"] is None and row["tokens_per_second"] is None
+
+
+@pytest.mark.skipif(not can_make_namespaces(), reason="no right to make network namespaces")
+def test_a_benchmark_that_fails_says_so_in_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    Path("model.yaml").write_text(MODEL)
+    options = ("--engines", "zerotune,ddp", "--link", "1gbit", "--set", "train.precision=bf16")
+    assert run(("bench", *options)) != 0
+    assert "ddp is compared in fp32 only" in capsys.readouterr().err
+    assert run(("results", "--json")) == 0
+    (row,) = json.loads(capsys.readouterr().out)["runs"]
+    assert row["status"] in ("failed", "not_launched") and "fp32 only" in row["failure"]["message"]
 
 
 HOLD = """

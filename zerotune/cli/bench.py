@@ -91,7 +91,7 @@ def bench(
 
         rate = bits_per_second(link)
         say(f"two hosts on this machine, {link} between them")
-    with says_how_to_go_on("nothing was kept"):
+    with says_how_to_go_on("no figure was kept"):
         _bench(job, names, jobs, rounds, steps, rate, plot, placement, store, as_json)
 
 
@@ -152,15 +152,17 @@ def _bench(
     spec = BenchSpec(
         job=job, engines=names, variants=variants, run_dir="", rounds=rounds, steps_per_round=steps
     )
-    report, folder = run(spec, placement, store_url(store_option), rate, say, _Progress())
+    record = run(spec, placement, store_url(store_option), rate, say, _Progress())
+    report = record.bench
+    assert report is not None, "it is complete"
     if plot is not None:
         write_plot(report, plot)
         say(f"wrote {plot}")
     if as_json:
-        print_json(bench_document(report))
+        print_json({"run_id": record.run_id, **bench_document(report)})
     else:
         print_parts([bench_table(report), *bench_lines(report)])
-    say(f"report and logs in {folder}")
+    say(f"zerotune show {record.run_id} shows it again; logs in {record.run_dir}")
 
 
 class _Progress:

@@ -102,19 +102,27 @@ def _tables(
 def _render(rows: list[Row], whole: bool) -> Iterator[Table | Text | None]:
     from rich.text import Text
 
+    from zerotune.records import RunKind
     from zerotune.report.headline import headline
     from zerotune.report.ranking import choose
-    from zerotune.report.tables import table_of_launches, table_of_left_out, table_of_ranked
+    from zerotune.report.tables import (
+        table_of_benches,
+        table_of_launches,
+        table_of_left_out,
+        table_of_ranked,
+    )
 
     ranked = choose(rows)
     if ranked:
         yield table_of_ranked(ranked, headline(ranked[0].run))
     elif rows:
         yield Text(headline(rows[0].run), style="bold")
-        yield Text("no feasible trial was measured")
+        if any(row.run.kind is not RunKind.BENCH for row in rows):
+            yield Text("no feasible trial was measured")
     if whole:
         yield table_of_left_out(rows)
         yield table_of_launches(rows)
+        yield table_of_benches(rows)
 
 
 def _hints(tables: list[list[Row]], whole: bool) -> Text | None:

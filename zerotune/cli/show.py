@@ -18,6 +18,7 @@ def show(
 ) -> None:
     """Show one run: how it ended, its configuration, what was measured, and the ledger of one step."""
     from zerotune.records import RunKind
+    from zerotune.report.bench import bench_lines, bench_table
     from zerotune.report.describe import describe_run
     from zerotune.report.json_view import show_document
 
@@ -30,3 +31,5 @@ def show(
     else:
         baseline = next((trial for trial in trials if trial.is_baseline), None)
         print_parts(describe_run(record, ledgers, baseline))
+        if record.bench is not None:
+            print_parts([bench_table(record.bench), *bench_lines(record.bench)])

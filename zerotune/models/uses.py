@@ -147,19 +147,19 @@ class UseWatcher:
         self._handles.clear()
         self.reset()
 
-    def _announce(self, call: _Call, phase: Phase | None = None) -> None:
+    def _announce(self, call: _Call, phase: Phase) -> None:
         if is_profiled():
             with mark(ENGINE):
-                self._listener.enter(phase or call.phase, call.scope.name, call.units)
+                self._listener.enter(phase, call.scope.name, call.units)
         else:
-            self._listener.enter(phase or call.phase, call.scope.name, call.units)
+            self._listener.enter(phase, call.scope.name, call.units)
 
-    def _announce_end(self, call: _Call, phase: Phase | None = None) -> None:
+    def _announce_end(self, call: _Call, phase: Phase) -> None:
         if is_profiled():
             with mark(ENGINE):
-                self._listener.exit(phase or call.phase, call.scope.name, call.units)
+                self._listener.exit(phase, call.scope.name, call.units)
         else:
-            self._listener.exit(phase or call.phase, call.scope.name, call.units)
+            self._listener.exit(phase, call.scope.name, call.units)
 
     # -------------------------------------------------------------------------------------------------- forward
 
@@ -179,7 +179,7 @@ class UseWatcher:
     def _before_forward(self, scope: _Scope) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             call = _Call(scope, Phase.RECOMPUTE if self._is_recomputing else Phase.FORWARD)
-            self._announce(call)
+            self._announce(call, call.phase)
             self._calls.append(call)
             if torch.is_grad_enabled():
                 # A leaf's hook may run before the last parameter's gradient is there (see [Note: recomputation]).
@@ -192,10 +192,10 @@ class UseWatcher:
     def _after_forward(self, scope: _Scope) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             call = self._calls.pop()
-            self._announce_end(call)
+            self._announce_end(call, call.phase)
             while call.scope is not scope:  # a call inside this one raised, and the model caught it
                 call = self._calls.pop()
-                self._announce_end(call)
+                self._announce_end(call, call.phase)
             if torch.is_grad_enabled():
                 nodes = {t.grad_fn for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None}
                 for node in nodes:
@@ -242,7 +242,7 @@ class UseWatcher:
         """End recomputed forwards that were stopped early: nothing else runs a forward between backward events."""
         while self._calls and self._calls[-1].phase is Phase.RECOMPUTE:
             call = self._calls.pop()
-            self._announce_end(call)
+            self._announce_end(call, call.phase)
 
 
 def _when_all_have_grads(inputs: list[torch.Tensor], then: Callable[[Any], None]) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from zerotune.config.schema import JobConfig
 from zerotune.records.base import Record
+from zerotune.records.bench import BenchReport
 from zerotune.records.failure import Failure
 from zerotune.records.fingerprint import Fingerprint
 from zerotune.records.measurement import Confirmed, Interval, Measurement
@@ -50,6 +51,7 @@ class RunRecord(Record):
         run_dir: Folder with its logs and resolved configuration.
         checkpoint: Path of its last checkpoint, if it saved any.
         steps_done: Optimizer steps it took.
+        bench: What a benchmark found; of no other run.
     """
 
     run_id: str
@@ -72,6 +74,7 @@ class RunRecord(Record):
     run_dir: str | None = None
     checkpoint: str | None = None
     steps_done: int = 0
+    bench: BenchReport | None = None
 
 
 class StudyRecord(Record):

@@ -10,7 +10,7 @@ from rich.text import Text
 from zerotune.records import ByteClass
 from zerotune.records.flow import Flow
 from zerotune.report.explain import Explanation, Held, Peak
-from zerotune.report.format import memory, milliseconds, sent
+from zerotune.report.format import count, memory, milliseconds, sent
 from zerotune.report.printing import Sheet
 
 _SHOWN = 8
@@ -61,7 +61,7 @@ def explanation_parts(explanation: Explanation) -> list[Table | Text | None]:
 
 
 def _findings(explanation: Explanation) -> list[Text]:
-    step = f"a step of {milliseconds(explanation.step_s)} ms on {explanation.ranks} ranks"
+    step = f"a step of {milliseconds(explanation.step_s)} ms on {count(explanation.ranks, 'rank')}"
     if not explanation.findings:
         return [Text(f"{step}: nothing stands out", style="bold")]
     lines = [Text(step, style="bold")]
@@ -154,6 +154,8 @@ def _hidden(explanation: Explanation) -> list[Table | Text | None]:
         Column("waited for longest"),
         box=None,
     )
+    if not explanation.flows:
+        return [_question("hidden"), Text("  nothing is sent"), Text("")]
     for flow in explanation.flows:
         table.add_row(
             flow.title,
@@ -194,10 +196,12 @@ def _idle(each: Held) -> str:
 def gradients_text(explanation: Explanation) -> str:
     """Gradients and their buckets at most and at rest, against the largest bucket."""
     rest = max(each.get(ByteClass.GRADIENT, 0) for each in explanation.at_rest)
-    return (
-        f"gradients and their buckets take {memory(explanation.gradient_peak)} at most, {memory(rest)} at rest; "
+    bucket = (
         f"the largest bucket is {memory(explanation.bucket_bytes)}"
+        if explanation.bucket_bytes
+        else "no bucket"
     )
+    return f"gradients and their buckets take {memory(explanation.gradient_peak)} at most, {memory(rest)} at rest; {bucket}"
 
 
 def _reduced(explanation: Explanation) -> list[Table | Text | None]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from zerotune.records import Confirmed, Fingerprint, Interval, Ledger, RunRecord
+from zerotune.report.bench import bench_document
 from zerotune.report.comparison import Comparison
 from zerotune.report.ledgers import summarise
 from zerotune.report.ranking import Row
@@ -79,7 +80,11 @@ def show_document(run: RunRecord, ledgers: list[Ledger]) -> dict[str, Any]:
     summary = summarise(ledgers)
     memory = [use.model_dump(mode="json") for use in run.measurement.memory] if run.measurement else None
     return run_document(run) | plain(
-        {"memory_by_rank": memory, "ledger": summary.model_dump(mode="json") if summary else None}
+        {
+            "memory_by_rank": memory,
+            "ledger": summary.model_dump(mode="json") if summary else None,
+            "bench": bench_document(run.bench) if run.bench else None,
+        }
     )
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from zerotune.config.knobs import named_changes
 from zerotune.records import RunKind, RunRecord, Status, StudyRecord
+from zerotune.records.bench import BenchReport
 from zerotune.report import format
 from zerotune.report.differences import Difference
 from zerotune.report.printing import Sheet
@@ -144,6 +145,39 @@ def table_of_launches(rows: Sequence[Row]) -> Table | None:
         ]
         table.add_row(*[Text(cell) for cell in cells])
     return table
+
+
+def table_of_benches(rows: Sequence[Row]) -> Table | None:
+    """The benchmarks among the rows; ``None`` if there are none."""
+    runs = [row.run for row in rows if row.run.kind is RunKind.BENCH]
+    if not runs:
+        return None
+    table = _table(
+        "benchmarks: step time over that of another engine, in turns", dispensable=("started (UTC)",)
+    )
+    table.add_column("run", no_wrap=True)
+    table.add_column("started (UTC)", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("step ms", justify="right", no_wrap=True)
+    table.add_column("over the others, or reason", overflow="fold")
+    for run in runs:
+        report = run.bench
+        cells = [
+            run.run_id,
+            f"{run.created:%Y-%m-%d %H:%M}",
+            run.status.value,
+            f"{report.engines[0].step_time_s.value * 1e3:.1f}" if report else format.MISSING,
+            _ratios(report) if report else reason(run),
+        ]
+        table.add_row(*[Text(cell) for cell in cells])
+    return table
+
+
+def _ratios(report: BenchReport) -> str:
+    """``ddp 0.96, fsdp2 0.74``."""
+    ours = report.engines[0].name
+    others = ((row.name, report.ratios.get(f"{ours}/{row.name}")) for row in report.engines)
+    return ", ".join(f"{name} {ratio.value:.2f}" for name, ratio in others if ratio is not None)
 
 
 def outcomes(runs: Iterable[RunRecord]) -> str:

@@ -144,10 +144,11 @@ def gradient_figure(ledgers: Sequence[Ledger], bucket_bytes: int) -> go.Figure:
     figure = go.Figure()
     for number, ledger in enumerate(ledgers):
         _add_curve(figure, ledger, ByteClass.GRADIENT, f"rank {ledger.rank}", number)
-    figure.add_hline(
-        y=bucket_bytes / MIB, line={"dash": "dash", "color": _COLOURS["exposed"], "width": 1},
-        annotation_text=f"largest bucket {memory(bucket_bytes)}", annotation_position="top left",
-    )  # fmt: skip
+    if bucket_bytes:
+        figure.add_hline(
+            y=bucket_bytes / MIB, line={"dash": "dash", "color": _COLOURS["exposed"], "width": 1},
+            annotation_text=f"largest bucket {memory(bucket_bytes)}", annotation_position="top left",
+        )  # fmt: skip
     figure.update_yaxes(title_text="MiB", rangemode="tozero")
     figure.update_xaxes(title_text="ms since the step began")
     return _plain(figure, 300)

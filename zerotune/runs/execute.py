@@ -1,8 +1,4 @@
-"""One execution, whatever for. This is the only writer of the store's rows of runs.
-
-The row is written as ``running`` before anything is started and always gets an ending: what was measured, the first
-cause of a failure, or ``interrupted``.
-"""
+"""One trial, confirmation or launch on a group of workers, and its row in the store."""
 
 from __future__ import annotations
 
@@ -11,20 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerotune.cluster.messages import Limits
-from zerotune.config.errors import RunFailed, ZerotuneError
-from zerotune.records import Failure, Fingerprint, RunKind, RunRecord, Status
-from zerotune.records.run import now
-from zerotune.runs.folders import run_folder, write_resolved
-from zerotune.runs.owner import this_owner
-from zerotune.runs.resume import saved_by
-from zerotune.runs.versions import versions
+from zerotune.config.errors import RunFailed
+from zerotune.records import Fingerprint, RunKind, RunRecord, Status
+from zerotune.runs.folders import write_resolved
+from zerotune.runs.rows import close_row, failed, open_row
 from zerotune.runs.workers import OnProgress, Workers
-from zerotune.store.ids import new_run_id
 from zerotune.store.store import Store
 from zerotune.train.context import Progress
 from zerotune.train.spec import RankReport, RunSpec
-
-_INTERRUPTED = Failure(status=Status.INTERRUPTED, message="interrupted by the user")
 
 
 @dataclass(frozen=True)
@@ -122,16 +112,9 @@ class Executor:
             on_start(record)
             reports = self._run(request, record, progressed)
         except RunFailed as error:
-            record = _with_failure(record, _cause(error), steps_done)
-        except KeyboardInterrupt:
-            self._close(_with_failure(record, _INTERRUPTED, steps_done))
-            raise
-        except ZerotuneError as error:
-            failure = _cause(error).model_copy(update={"status": Status.NOT_LAUNCHED})
-            self._close(_with_failure(record, failure, steps_done))
-            raise
+            record = failed(record, error, steps_done)
         except BaseException as error:
-            self._close(_with_failure(record, _cause(error), steps_done))
+            close_row(self.store, failed(record, error, steps_done))
             raise
         else:
             record = _with_reports(record, reports)
@@ -141,32 +124,25 @@ class Executor:
             ledgers = [report.ledger for report in reports if report.ledger is not None]
             if ledgers:
                 self.store.save_ledgers(record.run_id, ledgers)
-        return Executed(self._close(record), losses)
+        return Executed(close_row(self.store, record), losses)
 
     def close(self) -> None:
         """End the workers."""
         self.workers.close()
 
     def _open(self, request: RunRequest) -> RunRecord:
-        run_id = new_run_id(request.kind)
-        folder = run_folder(self.runs_folder, run_id)
-        write_resolved(folder, request.spec.job)
-        record = RunRecord(
-            run_id=run_id,
-            kind=request.kind,
-            status=Status.RUNNING,
-            config=request.spec.job,
-            workload=request.workload,
-            cluster=self.cluster,
+        record = open_row(
+            self.store,
+            self.runs_folder,
+            request.kind,
+            request.spec.job,
+            request.workload,
+            self.cluster,
             study=request.study,
             trial_number=request.trial_number,
             is_baseline=request.is_baseline,
             memory_budget=request.memory_budget,
-            versions=versions(),
-            owner=this_owner(),
-            run_dir=str(folder),
         )
-        self.store.add_run(record)
         self.executed += 1
         return record
 
@@ -174,11 +150,6 @@ class Executor:
         assert record.run_dir is not None
         spec = request.spec.model_copy(update={"run_dir": record.run_dir})
         return self.workers.run(spec, request.limits, on_progress)
-
-    def _close(self, record: RunRecord) -> RunRecord:
-        record = record.model_copy(update={"ended": now()})
-        self.store.update_run(record)
-        return record
 
 
 def _with_reports(record: RunRecord, reports: list[RankReport]) -> RunRecord:
@@ -197,26 +168,3 @@ def _with_reports(record: RunRecord, reports: list[RankReport]) -> RunRecord:
             "steps_done": first.first_step + len(first.losses),
         }
     )
-
-
-def _with_failure(record: RunRecord, failure: Failure, steps_done: int) -> RunRecord:
-    saved = saved_by(record.run_dir)
-    return record.model_copy(
-        update={
-            "status": failure.status,
-            "failure": failure,
-            "checkpoint": str(saved[1]) if saved else None,
-            "steps_done": steps_done,
-        }
-    )
-
-
-def _cause(error: BaseException) -> Failure:
-    failure = getattr(error, "failure", None)
-    if isinstance(failure, Failure):
-        return failure
-    if isinstance(error, RunFailed):
-        return Failure(status=Status.FAILED, message=error.message, remedy=error.remedy)
-    if isinstance(error, ZerotuneError):
-        return Failure(status=Status.NOT_LAUNCHED, message=error.message, remedy=error.remedy)
-    return Failure(status=Status.FAILED, message=f"{type(error).__name__}: {error}")

@@ -58,7 +58,10 @@ class OnDemand:
         key = tuple(params)
         if key in self._reductions:
             return self._reductions[key]
-        buckets, placements = fill_buckets([list(params)], self._layout, int(self._knobs.reduce_bucket_size))
+        limit = int(self._knobs.reduce_bucket_size)
+        if self._layout.ranks == 1:  # nothing travels, and what is cut could not stay where it is
+            limit = sum(self._layout.param(ref).numel for ref in params)
+        buckets, placements = fill_buckets([list(params)], self._layout, limit)
         actions: list[Action] = []
         for bucket, refs, _ in placements[0]:
             actions += [Drain(keep=1), Collect(bucket, refs), Reduce(bucket)]

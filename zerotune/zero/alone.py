@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 
@@ -10,14 +12,34 @@ from zerotune.engine import LedgerKeeper
 from zerotune.records import ByteClass
 from zerotune.schedule import Bucket, ParamRef
 from zerotune.zero.collector import Collector, add_into
-from zerotune.zero.shards import ShardStore
+from zerotune.zero.shards import ShardedParam, ShardStore
 
 _REMEMBERED = 4096
 """Groups of parameters that are remembered."""
 
 
+class _OfUnit:
+    """Parameters of one unit that are collected together.
+
+    Args:
+        unit: Its index.
+        params: They.
+        shards: Where they are.
+    """
+
+    def __init__(self, unit: int, params: list[ShardedParam], shards: ShardStore) -> None:
+        self.unit = unit
+        self.params = params
+        self.owners = [param.param for param in params]
+        whole = shards.units[unit].trainable
+        self.can_stay = len(whole) == len(params) and all(
+            mine is its and mine.numel == mine.slice for mine, its in zip(params, whole, strict=True)
+        )
+        """Whether they are all that trains of the unit, in order, and nothing is padded."""
+
+
 class _Group:
-    """Parameters that are collected together.
+    """Parameters that are collected together, unit by unit.
 
     Args:
         refs: Which.
@@ -26,16 +48,12 @@ class _Group:
 
     def __init__(self, refs: Sequence[ParamRef], shards: ShardStore) -> None:
         self.refs = refs
-        self.params = [shards[ref] for ref in refs]
-        self.owners = [param.param for param in self.params]
-        self.units = list(dict.fromkeys(ref.unit for ref in refs))
         self.found_among = shards.trainable
-        """What trained when the next was found."""
-        whole = [param for unit in self.units for param in shards.units[unit].trainable]
-        self.can_stay = len(whole) == len(self.params) and all(
-            mine is its and mine.numel == mine.slice for mine, its in zip(self.params, whole, strict=True)
-        )
-        """Whether they are all that trains of their units, in order, and nothing is padded."""
+        """What trained when this was found."""
+        self.units = [
+            _OfUnit(unit, [shards[ref] for ref in each], shards)
+            for unit, each in groupby(refs, key=attrgetter("unit"))
+        ]
 
 
 class LoneCollector(Collector):
@@ -48,19 +66,19 @@ class LoneCollector(Collector):
     """
 
     def __init__(self, shards: ShardStore, ledger: LedgerKeeper, dtype: torch.dtype) -> None:
-        super().__init__(shards)
-        self._ledger = ledger
+        super().__init__(shards, ledger)
         self._dtype = dtype
         self._groups: dict[int, _Group] = {}
 
     def collect(self, index: int, bucket: Bucket, refs: Sequence[ParamRef]) -> None:
-        group = self._group(refs)
-        grads = self._full(group.params, group.owners)
-        self._drop(refs, group.params, group.owners, grads)
-        if not self._stay(group, grads):
-            self._copy(group, grads)
-        for param in group.params:
-            param.has_grad = True
+        for each in self._group(refs).units:
+            grads = self._full(each.params, each.owners)
+            if not self._stay(each, grads):
+                self._copy(each, grads)
+            self._drop(each.params, each.owners, grads)
+            for param in each.params:
+                param.has_grad = True
+        self._collected.append(refs)
 
     def reduce(self, index: int) -> None:
         """There is nothing left to do."""
@@ -82,26 +100,36 @@ class LoneCollector(Collector):
             group = self._groups[id(refs)] = _Group(refs, self._shards)
         return group
 
-    def _stay(self, group: _Group, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Let the units take the gradients for their own, where they are; returns whether they did."""
-        if not group.can_stay or any(map(self._shards.has_grads, group.units)):
+    def _stay(self, each: _OfUnit, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Let the unit take the gradients for its own, where they are; returns whether it did."""
+        if not each.can_stay or self._shards.has_grads(each.unit):
             return False
         if not self._shards.keeps_fp32_grads or self._dtype is not torch.float32:
             return False
         if any(grad is None or grad.dtype is not torch.float32 for grad in grads):
             return False
-        return self._shards.adopt_grads(group.units, [grad.reshape(-1) for grad in grads if grad is not None])
+        return self._shards.adopt_grads(each.unit, [grad.reshape(-1) for grad in grads if grad is not None])
 
-    def _copy(self, group: _Group, grads: Sequence[torch.Tensor | None]) -> None:
-        """Copy the gradients to the units' own, or add them to what is there."""
-        held = sum(grad.nbytes for grad in grads if grad is not None)
+    def _copy(self, each: _OfUnit, grads: Sequence[torch.Tensor | None]) -> None:
+        """Copy the gradients to the unit's own, or add them to what is there."""
+        there = [(param, grad) for param, grad in zip(each.params, grads, strict=True) if grad is not None]
+        held = sum(self._counted(grad) for _, grad in there)
         self._ledger.add(ByteClass.GRADIENT, held)
-        for unit in group.units:
-            self._shards.make_grads(unit)
-        pairs = [
-            (param, param.grad[: param.numel], grad.reshape(-1).to(self._dtype))
-            for param, grad in zip(group.params, grads, strict=True)
-            if grad is not None and param.grad is not None
-        ]
-        add_into([target for _, target, _ in pairs], [flat for *_, flat in pairs], [p for p, *_ in pairs])
-        self._ledger.add(ByteClass.GRADIENT, -held)
+        try:
+            self._shards.make_grads(each.unit)
+            add_into(
+                [None if param.grad is None else param.grad[: param.numel] for param, _ in there],
+                [self._rounded(grad.reshape(-1)) for _, grad in there],
+                [param for param, _ in there],
+            )
+        finally:
+            self._ledger.add(ByteClass.GRADIENT, -held)
+
+    def _rounded(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to(self._dtype) if grad.itemsize > self._dtype.itemsize else grad
+
+    def _counted(self, grad: torch.Tensor) -> int:
+        """Bytes that a gradient and its rounded copy take until they have been added."""
+        return grad.nbytes + (
+            grad.numel() * self._dtype.itemsize if grad.itemsize > self._dtype.itemsize else 0
+        )

@@ -36,7 +36,6 @@ class CheckpointMixin:
     _skipped: SkippedSteps
 
     _begin_window: Callable[[], None]
-    _count_full_gradients: Callable[[], None]
     _full_master: Callable[[ShardedParam], torch.Tensor]
     _is_replicated: bool
     _optimizer_entries: int
@@ -215,7 +214,7 @@ class CheckpointMixin:
             full = param.param
             full.grad = torch.zeros_like(full, dtype=full.grad_dtype) if param.name in held else None
             param.has_grad = param.name in kept
-        self._count_full_gradients()
+        self._reducer.count_waiting()
         if mine is None:
             return
         self._executor.window_position = position

@@ -9,7 +9,9 @@ from itertools import chain
 import torch
 from torch import nn
 
+from zerotune.engine import LedgerKeeper
 from zerotune.models.access import not_reading
+from zerotune.records import ByteClass
 from zerotune.schedule import Bucket, ParamRef
 from zerotune.zero.shards import ShardedParam, ShardStore
 
@@ -19,10 +21,13 @@ class Collector(ABC):
 
     Args:
         shards: The parameters.
+        ledger: Counts bytes.
     """
 
-    def __init__(self, shards: ShardStore) -> None:
+    def __init__(self, shards: ShardStore, ledger: LedgerKeeper) -> None:
         self._shards = shards
+        self._ledger = ledger
+        self._waiting_bytes = 0  # of full gradients that the ledger counts
         self._collected: list[Sequence[ParamRef]] = []
         self.left_out: dict[int, float] = {}
         """Share of the bytes of each unit's latest reduction that need not be sent; of a unit that is missing, none."""
@@ -81,6 +86,12 @@ class Collector(ABC):
         """The next bucket belongs to a new pass."""
         self._collected.clear()
 
+    def count_waiting(self) -> None:
+        """Let the ledger count the full gradients there are: they wait for the step."""
+        now = sum(p.param.grad.nbytes for p in self._shards.params if p.param.grad is not None)
+        self._ledger.add(ByteClass.GRADIENT, now - self._waiting_bytes)
+        self._waiting_bytes = now
+
     def _full(
         self, params: Sequence[ShardedParam], owners: Sequence[nn.Parameter]
     ) -> list[torch.Tensor | None]:
@@ -98,7 +109,6 @@ class Collector(ABC):
 
     def _drop(
         self,
-        refs: Sequence[ParamRef],
         params: Sequence[ShardedParam],
         owners: Sequence[nn.Parameter],
         grads: Sequence[torch.Tensor | None],
@@ -109,7 +119,10 @@ class Collector(ABC):
                 if grad is not None:
                     owner.grad = None
                     param.is_touched = True
-        self._collected.append(refs)
+        if self._waiting_bytes:
+            dropped = sum(grad.nbytes for grad in grads if grad is not None)
+            self._waiting_bytes -= dropped
+            self._ledger.add(ByteClass.GRADIENT, -dropped)
 
     def _look_for_trouble(self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
         for param, grad in zip(params, grads, strict=True):

@@ -148,7 +148,7 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         leave_meta(module, self.group.device, loaded)
         refuse_what_cannot_work(module, self.group.device)
         self.knobs = resolve_knobs(knobs or Knobs(), largest_block(module, leaf_modules))
-        is_planned = plans_release(self.knobs)
+        is_planned = plans_release(self.knobs) and self.group.size > 1  # one rank has nothing to release
         self._is_replicated = self.knobs.stage == 0
         self._accumulates_locally = accumulate == "local" or self.knobs.stage == 1
 
@@ -160,7 +160,6 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         self._units = cut_into_units(module, self.knobs.unit_size, leaf_modules)
         self._partition(first_values)
         self._make_executor()
-        self._full_grad_bytes = 0
         self._frozen_homes = frozen_homes(optimizer, self.shards.params)
         self.optimizer = shard_optimizer(optimizer, self.shards.trainable, self._slice_of)
         self._optimizer_bytes = 0
@@ -225,7 +224,7 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
             self._managed.check_unchanged()
             self._executor.end_backward()
         if self._accumulates_locally:
-            self._count_full_gradients()
+            self._reducer.count_waiting()
         self._executor.window_position += 1
 
     def step(self) -> StepResult:
@@ -243,7 +242,7 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
             raise RunFailed("step() without a backward pass before it")
         if self._accumulates_locally:
             self._executor.reduce_accumulated()
-            self._count_full_gradients()
+            self._reducer.count_waiting()
         self._reducer.drain()
         trainable = self.shards.trainable
         part = self._norm_part(torch.float32)
@@ -296,7 +295,7 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         for param in self.shards.params:
             param.param.grad = None
         self.shards.forget_grads()
-        self._count_full_gradients()
+        self._reducer.count_waiting()
         self._begin_window()
 
     @property
@@ -636,12 +635,6 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         self._skipped.fail_if_too_many(step, troubles, result.loss_scale)
         if self.group.rank == 0:
             logger.warning("step %d is skipped: %s", step, in_words(troubles))
-
-    def _count_full_gradients(self) -> None:
-        """Keep the ledger right about full gradients that wait for the step."""
-        now = sum(p.param.grad.nbytes for p in self.shards.params if p.param.grad is not None)
-        self.ledger.add(ByteClass.GRADIENT, now - self._full_grad_bytes)
-        self._full_grad_bytes = now
 
     def _unused_everywhere(self) -> set[ParamRef]:
         """Parameters that no rank used in this window: the optimizer leaves them alone, as it does in plain PyTorch."""

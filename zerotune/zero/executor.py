@@ -49,7 +49,8 @@ class _Step:
         kind, phase, scope, units: The event.
         calls: Its actions.
         needed: At an entry, units whose weights it reads.
-        closed: At an exit, units of which no use is open any more.
+        watched: Units whose parameters are watched for reads: at an entry those that it uses, at an exit those of which no
+            use is open any more.
     """
 
     kind: EventKind
@@ -58,7 +59,7 @@ class _Step:
     units: tuple[int, ...]
     calls: list[Callable[[], None]]
     needed: list[int]
-    closed: list[int]
+    watched: list[int]
 
 
 @dataclass(frozen=True)
@@ -173,12 +174,14 @@ class Executor:
         step = self._expected(EventKind.ENTER, phase, scope, units)
         if step is None:
             self._complete_for(self._note(EventKind.ENTER, phase, scope, units))
+            self._gatherer.expose(units)
         else:
             if step.calls:
                 self._run(step.calls)
-            if not self._gatherer.complete.issuperset(step.needed):
+            if step.needed and not self._gatherer.complete.issuperset(step.needed):
                 self._complete_for(Event(EventKind.ENTER, phase, scope, units))
-        self._gatherer.expose(units)
+            if step.watched:
+                self._gatherer.expose(step.watched)
         if self._ledger.is_recording:
             self._ledger.begin_use(phase, scope)
 
@@ -187,7 +190,8 @@ class Executor:
             self._ledger.end_use(phase, scope)
         step = self._expected(EventKind.EXIT, phase, scope, units)
         if step is not None:
-            self._gatherer.conceal(step.closed)
+            if step.watched:
+                self._gatherer.conceal(step.watched)
             if step.calls:
                 self._run(step.calls)
             return
@@ -431,7 +435,7 @@ class Executor:
                 event.units,
                 [self._call_of(action, schedule.buckets) for action in actions],
                 self._on_demand.needed(event) if is_entry else [],
-                [] if is_entry else [unit for unit in event.units if not open_uses[unit]],
+                [u for u in event.units if self._gatherer.watches(u) and (is_entry or not open_uses[u])],
             )
 
     def _run(self, calls: Sequence[Callable[[], None]]) -> None:

@@ -141,6 +141,10 @@ class Gatherer:
             if flight is not None:
                 self._land(flight)
 
+    def watches(self, unit: int) -> bool:
+        """Whether reads of a unit's parameters are reported while no use of it is open."""
+        return self._shards.units[unit].is_watched
+
     def expose(self, units: Sequence[int]) -> None:
         """A use of units begins: reads of them are none of our business until :meth:`conceal`."""
         for unit in units:

@@ -77,7 +77,7 @@ class ManagedParameters:
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
                 raise UsageError(
-                    f"{self._name(param)} was changed in place, which is lost when the optimizer updates its slices",
+                    f"{self._name(param)} was changed in place, which is lost where the optimizer updates slices",
                     "change values with engine.load_state_dict, and derive constrained weights in forward",
                 )
 

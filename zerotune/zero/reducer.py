@@ -96,11 +96,10 @@ class Reducer(Collector):
         dtype: torch.dtype,
         replicate: bool,
     ) -> None:
-        super().__init__(shards)
+        super().__init__(shards, ledger)
         self._ranks = layout.ranks
         self._comm = comm
         self._pool = pool
-        self._ledger = ledger
         self._dtype = dtype
         self._replicate = replicate
         self._members: dict[int, _Members] = {}
@@ -128,7 +127,8 @@ class Reducer(Collector):
         else:
             for ref, param, grad in zip(refs, params, grads, strict=True):
                 _copy_rows(filling.rows[:, members.columns[ref]], grad, param.numel)
-        self._drop(refs, params, owners, grads)
+        self._drop(params, owners, grads)
+        self._collected.append(refs)
         filling.collected.append(refs)
 
     def reduce(self, index: int) -> None:

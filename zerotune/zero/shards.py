@@ -133,6 +133,11 @@ class ShardedUnit:
             make_partitioned(param.param, partial(to, param))
         self._classes = [(p.param, type(p.param), plain_class(p.param)) for p in self.gathered]
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether some of its parameters' reads are reported."""
+        return bool(self._classes)
+
     def expose(self) -> None:
         """A use of the unit is open: its parameters are ordinary ones."""
         for param, _, plain in self._classes:
@@ -304,15 +309,15 @@ class ShardStore:
         self._flat_grads[index] = [flat]
         return flat
 
-    def adopt_grads(self, indices: Sequence[int], grads: Sequence[torch.Tensor]) -> bool:
-        """Let units that have no gradients take these for their own.
+    def adopt_grads(self, index: int, grads: Sequence[torch.Tensor]) -> bool:
+        """Let a unit that has no gradients take these for its own.
 
         Args:
-            indices: The units.
-            grads: One per trainable parameter of theirs  # S of each, 1D
+            index: The unit.
+            grads: One per trainable parameter of it  # S of each, 1D
 
         Returns:
-            Whether they did: only if each gradient is all of its memory, and no two share it, of these and those that were
+            Whether it did: only if each gradient is all of its memory, and no two share it, of these and those that were
             adopted before. autograd may give two parameters views of one tensor.
         """
         storages = [grad.untyped_storage() for grad in grads]
@@ -322,15 +327,10 @@ class ShardStore:
             return False
         if sizes != [grad.nbytes for grad in grads]:
             return False
-        start = 0
-        for index in indices:
-            assert index not in self._flat_grads
-            trainable = self.units[index].trainable
-            mine = list(grads[start : start + len(trainable)])
-            for param, grad in zip(trainable, mine, strict=True):
-                param.grad = grad
-            self._flat_grads[index] = mine
-            start += len(trainable)
+        assert index not in self._flat_grads
+        for param, grad in zip(self.units[index].trainable, grads, strict=True):
+            param.grad = grad
+        self._flat_grads[index] = list(grads)
         self._adopted |= owners
         self._ledger.add(ByteClass.GRADIENT, sum(sizes))
         return True
@@ -366,7 +366,7 @@ class ShardStore:
 
     def release_everything(self) -> None:
         """Drop all storage held here and take it off the ledger."""
-        for byte_class in (ByteClass.SHARD, ByteClass.GRADIENT):
+        for byte_class in (ByteClass.SHARD, ByteClass.FULL, ByteClass.GRADIENT):
             self._ledger.add(byte_class, -self._ledger.bytes(byte_class))
         self.params.clear()
         self.trainable.clear()
