@@ -38,8 +38,8 @@ def test_bits_are_those_of_after_use_over_the_change(ranks: int) -> None:
     for one in found:
         assert one.is_settled and one.live_after_flush == 0
         assert one.live[-1] == one.peak_live
-    assert [len(one.lines) for one in found] == [1] + [0] * (ranks - 1)
-    assert "predicted" in found[0].lines[0]
+    assert [len(one.lines) for one in found] == [int(ranks > 1)] + [0] * (ranks - 1)
+    assert ranks == 1 or "predicted" in found[0].lines[0]
 
 
 @pytest.mark.parametrize("room", [0, 20_000, 60_000])
