@@ -30,7 +30,7 @@ from zerotune.schedule import (
     compile_schedule,
     resolve_knobs,
 )
-from zerotune.schedule.compile import SavingReason
+from zerotune.schedule.schedule import SavingReason
 
 EXAMPLES = 300
 

@@ -74,9 +74,9 @@ def many_in_flight(rank: int, size: int, widths: list[int], carrier: str) -> Non
         rows = torch.stack(comm.rows_in_order(received, own))
         assert rows.shape == (size, width)
         ((mine, first, end),) = comm.own_row(own)
-        assert (first, end) == (rank, rank + 1) and torch.equal(mine[0], own)
+        assert (first, end) == (rank, rank + 1) and torch.equal(mine, own)
         for theirs, first, end in comm.rows_of_others(received):
-            assert torch.equal(theirs, rows[first:end])
+            assert torch.equal(theirs.reshape(end - first, width), rows[first:end])
         for sender, row in enumerate(rows):
             expected = value(sender, rank if number % 2 else 0, number)
             assert torch.equal(row, torch.full((width,), expected))

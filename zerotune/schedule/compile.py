@@ -15,95 +15,20 @@ Gathers are issued in the order of use, so the order of collectives is a functio
 from __future__ import annotations
 
 import gc
-import hashlib
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from zerotune.config.knobs import Knobs
-from zerotune.schedule.actions import Action, Collect, Drain, Gather, Reason, Reduce, Release, Wait
-from zerotune.schedule.buckets import Bucket, fill_buckets
-from zerotune.schedule.layout import Layout, ParamRef
+from zerotune.schedule.actions import Action, Gather, Reason, Release, Wait
+from zerotune.schedule.buckets import Bucket
+from zerotune.schedule.layout import Layout
 from zerotune.schedule.plan import ReleasePlan
+from zerotune.schedule.reductions import place_reductions
+from zerotune.schedule.schedule import Saving, SavingReason, Schedule
 from zerotune.schedule.trace import EventKind, Phase, Trace
-
-
-class SavingReason:
-    """Why a plain model moves fewer elements than 3P (N-1)/N a step. Plain strings: they are shown as they are."""
-
-    NO_WEIGHTS_IN_BACKWARD = "backward needs no weights"
-    USED_NEXT = "used again before any other unit"
-    KEPT = "kept for its next use"
-    WITHIN_DISTANCE = "its next use is within the prefetch distance"
-
-
-@dataclass(frozen=True)
-class Saving:
-    """A gather that did not have to happen.
-
-    Attributes:
-        unit: Index of the unit.
-        reason: Why.
-        elements: Elements of the full, padded unit.
-    """
-
-    unit: int
-    reason: str
-    elements: int
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What to do at every event of one pass, and at its end.
-
-    Attributes:
-        trace: The order it was compiled from.
-        opening: What may be gathered before the pass begins, as soon as its shards hold the values that it is to
-            use: first thing in the pass, or while the optimizer still updates other shards.
-        actions: For each event, what to do: before the use at an entry, after it at an exit.
-        at_end: What to do once backward has returned.
-        buckets: Reduce buckets, by index.
-        savings: Gathers that did not have to happen.
-        peak_live: Largest number of live elements that following it gives, padded, gather buffers included.
-        peak_ahead: Largest number of elements ahead of use, without padding.
-    """
-
-    trace: Trace
-    opening: tuple[Gather, ...]
-    actions: tuple[tuple[Action, ...], ...]
-    at_end: tuple[Action, ...]
-    buckets: tuple[Bucket, ...]
-    savings: tuple[Saving, ...]
-    peak_live: int
-    peak_ahead: int
-
-    @cached_property
-    def digest(self) -> str:
-        """Hash of everything it does; ranks that disagree on it would disagree on their collectives."""
-        hasher = hashlib.sha256(self.trace.digest.encode())
-        hasher.update(repr((self.opening, self.actions, self.at_end, self.buckets)).encode())
-        return hasher.hexdigest()
-
-    def gathers(self) -> list[Gather]:
-        """All gathers, in the order of issue."""
-        steps = (self.opening, *self.actions, self.at_end)
-        return [a for step in steps for a in step if isinstance(a, Gather)]
-
-    def reductions(self) -> list[Bucket]:
-        """All reduced buckets, in the order of issue."""
-        steps = (*self.actions, self.at_end)
-        return [self.buckets[a.bucket] for step in steps for a in step if isinstance(a, Reduce)]
-
-    def gathered_elements(self, layout: Layout) -> int:
-        """Padded elements of all units gathered in one pass; a rank receives (N-1)/N of them."""
-        return sum(layout.padded(unit) for gather in self.gathers() for unit in gather.units)
-
-    def reduced_elements(self, layout: Layout) -> int:
-        """Padded elements of all gradients reduced in one pass; a rank sends (N-1)/N of them."""
-        return sum(layout.param_padded(ref) for bucket in self.reductions() for ref in bucket.params)
 
 
 @dataclass(slots=True)
@@ -198,7 +123,7 @@ class _Compiler:
         at_end: list[Action] = []
         buckets: tuple[Bucket, ...] = ()
         if reduces and self.trace.has_backward:
-            at_end, buckets = self._place_reductions()
+            at_end, buckets = place_reductions(self.actions, self.trace, self.knobs, self.layout)
         return Schedule(
             trace=self.trace,
             opening=tuple(a for a in self.opening if isinstance(a, Gather)),
@@ -561,51 +486,3 @@ class _Compiler:
         while len(bucket) > 1 and size > distance:
             size -= self.numel[self.needs[bucket.pop()].unit]
         return bucket
-
-    # ------------------------------------------------------------------------------------------- reductions
-
-    def _place_reductions(self) -> tuple[list[Action], tuple[Bucket, ...]]:
-        last_use: dict[int, int] = {}
-        for index, event in enumerate(self.trace.events):
-            if event.kind is EventKind.EXIT and event.phase is Phase.BACKWARD:
-                for unit in event.units:
-                    last_use[unit] = index
-        end = len(self.trace.events)
-        ready: dict[int, list[ParamRef]] = {}
-        for ref in self.layout.refs():
-            if self.layout.param(ref).trainable:
-                ready.setdefault(last_use.get(ref.unit, end), []).append(ref)
-        at_end: list[Action] = []
-        order = sorted(ready)
-        buckets, members = fill_buckets(
-            [ready[i] for i in order], self.layout, int(self.knobs.reduce_bucket_size)
-        )
-        started: set[int] = set()
-        bound = 2 * int(self.knobs.reduce_bucket_size) + self.layout.largest_parameter
-        sizes = [sum(self.layout.param(ref).numel for ref in bucket.params) for bucket in buckets]
-        for index, groups in zip(order, members, strict=True):
-            step = self.actions[index] if index < end else at_end
-            for bucket, refs, is_full in groups:
-                if bucket not in started:
-                    started.add(bucket)
-                    step.append(Drain(keep=_room_for(bucket, sizes, bound)))
-                step.append(Collect(bucket, refs))
-                if is_full:
-                    step.append(Reduce(bucket))
-        return at_end, buckets
-
-
-def _room_for(bucket: int, sizes: Sequence[int], bound: int) -> int:
-    """How many of the buckets before one may still be under way when it is begun.
-
-    Args:
-        bucket: Its index.
-        sizes: Elements of every bucket.
-        bound: Elements of all that are alive, at most; one may always be under way.
-    """
-    alive = sizes[bucket]
-    for count, size in enumerate(reversed(sizes[:bucket])):
-        alive += size
-        if alive > bound:
-            return max(1, count)
-    return max(1, bucket)

@@ -18,6 +18,7 @@ from zerotune.zero.collector import Collector
 from zerotune.zero.executor import Executor
 from zerotune.zero.scaler import LossScaler, SkippedSteps
 from zerotune.zero.shards import ShardedParam, ShardStore
+from zerotune.zero.updater import Updater
 
 
 class CheckpointMixin:
@@ -38,8 +39,7 @@ class CheckpointMixin:
     _begin_window: Callable[[], None]
     _full_master: Callable[[ShardedParam], torch.Tensor]
     _is_replicated: bool
-    _optimizer_entries: int
-    _account_optimizer: Callable[[], None]
+    _updater: Updater
 
     @property
     def _as_saved(self) -> Checkpointable:
@@ -147,8 +147,7 @@ class CheckpointMixin:
                 self.optimizer.state[param.master] = {
                     k: v for k, v in state.items() if k in found.get(name, {})
                 }
-        self._optimizer_entries = -1  # as many entries may be others
-        self._account_optimizer()
+        self._updater.count_state(anew=True)  # as many entries may be others
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """Settings of the optimizer's groups, without the parameters."""

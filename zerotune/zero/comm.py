@@ -21,7 +21,6 @@ are counted apart from them.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -60,10 +59,12 @@ class Work:
         wait = self._wait
         if wait is None:
             return
-        self._ledger.begin_wait(self._pending)
+        is_recording = self._ledger.is_recording
+        if is_recording:
+            self._ledger.begin_wait(self._pending)
         wait()
         self._wait = None
-        if self._ledger.is_recording:
+        if is_recording:
             self._ledger.end_wait(self._pending)
 
     def settle(self) -> bool:
@@ -139,12 +140,10 @@ class Communicator:
             own: What this rank sends  # [W]
 
         Returns:
-            The row, of which rank, and the one after  # [(1, W), first, end]; empty where they bring it
+            The row, of which rank, and the one after  # [(W, first, end)]; empty where they bring it
         """
-        rank, size = self._group.rank, self._group.size
-        if self.rows_received == size:
-            return []
-        return [(own[None], rank, rank + 1)]
+        rank = self._group.rank
+        return [] if self.rows_received == self._group.size else [(own, rank, rank + 1)]
 
     def rows_of_others(self, received: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
         """What gathers and exchanges bring: rows, and of which ranks they are, in rank order.
@@ -153,9 +152,12 @@ class Communicator:
             received: Their output  # [R * W]
 
         Returns:
-            Rows, the first rank they are of, and the one after the last  # [(K, W), first, end]
+            Rows, the first rank they are of, and the one after the last; a single row as it is, without a view of it
+            # [(K, W) or (W), first, end]
         """
         rank, size = self._group.rank, self._group.size
+        if self.rows_received == 1:
+            return [(received, 1 - rank, 2 - rank)]
         rows = received.view(self.rows_received, received.numel() // self.rows_received)
         if self.rows_received == size:
             return [(rows, 0, size)]
@@ -175,8 +177,11 @@ class Communicator:
         Returns:
             N of [W].
         """
-        found = [*self.own_row(own), *self.rows_of_others(received)]
-        return [row for rows, _, _ in sorted(found, key=operator.itemgetter(1)) for row in rows]
+        count = self.rows_received
+        rows = [received] if count == 1 else list(received.view(count, received.numel() // count).unbind())
+        if count < self._group.size:
+            rows.insert(self._group.rank, own)
+        return rows
 
     @property
     def is_broken(self) -> bool:

@@ -45,12 +45,9 @@ from zerotune.zero.managed import ManagedParameters
 from zerotune.zero.norms import clip_factor, norm_part, norm_type_of, whole_norm
 from zerotune.zero.optimizer import (
     OptimizerFactory,
-    dividing_gradients,
     frozen_homes,
-    optimizer_bytes,
     regroup,
     shard_optimizer,
-    steps_in_parts,
 )
 from zerotune.zero.planning import Planner, plans_release
 from zerotune.zero.pool import BufferPool
@@ -59,6 +56,8 @@ from zerotune.zero.reducer import Reducer
 from zerotune.zero.refusals import LoopCalls, refuse_what_cannot_work
 from zerotune.zero.scaler import LossScaler, LossScaling, RankTrouble, SkippedSteps, in_words
 from zerotune.zero.shards import ShardedParam, ShardStore
+from zerotune.zero.told import Told, check_order, tell
+from zerotune.zero.updater import Updater
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +161,15 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         self._make_executor()
         self._frozen_homes = frozen_homes(optimizer, self.shards.params)
         self.optimizer = shard_optimizer(optimizer, self.shards.trainable, self._slice_of)
-        self._optimizer_bytes = 0
-        self._optimizer_entries = 0
+        self._updater = Updater(
+            self.optimizer,
+            self.shards,
+            self._executor,
+            self._gatherer,
+            self.ledger,
+            has_copies=not self._is_replicated and self.group.size > 1,
+            refresh_bucket=None if self.knobs.stage == 3 else int(self.knobs.allgather_bucket_size),
+        )
         uses = {unit.module: (unit.label, (index,)) for index, unit in enumerate(self._units)}
         self._planner = self._make_planner() if is_planned else None
         self._watcher = UseWatcher(module, uses, self._planner or self._executor)
@@ -244,27 +250,22 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
             self._executor.reduce_accumulated()
             self._reducer.count_waiting()
         self._reducer.drain()
-        trainable = self.shards.trainable
-        part = self._norm_part(torch.float32)
-        untouched = sum(not p.is_touched for p in trainable)
-        trouble = self._reducer.first_trouble
-        numbers = self.group.gather_numbers(
-            [
-                self._loss_sum,
-                self._weight_sum,
-                part,
-                float(untouched),
-                float(next((i for i, p in enumerate(trainable) if p is trouble), -1)),
-                *self._digest_numbers(),
-            ]
+        told = tell(
+            self.group,
+            self._loss_sum,
+            self._weight_sum,
+            self._norm_part(torch.float32),
+            self.shards.trainable,
+            self._reducer.first_trouble,
+            self._executor.digests,
         )
         self._comm.check_tags()
-        self._compare_digests([row[5:] for row in numbers])
-        weight = math.fsum(row[1] for row in numbers)
+        check_order(told, self.steps)
+        weight = math.fsum(each.weight for each in told)
         if weight <= 0:
             raise RunFailed("the step has no items: every micro-batch on every rank had weight 0")
-        loss = math.fsum(row[0] for row in numbers) / weight
-        parts = [row[2] for row in numbers]
+        loss = math.fsum(each.loss for each in told) / weight
+        parts = [each.norm for each in told]
         if self._norm_type == "2" and not all(map(math.isfinite, parts)):
             # A square may leave the range of fp32 where the gradient itself does not.
             parts = [row[0] for row in self.group.gather_numbers([self._norm_part(torch.float64)])]
@@ -272,15 +273,15 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         norm = whole_norm(parts, self._norm_type) / divisor
         is_skipped = not all(map(math.isfinite, parts))
         if not is_skipped:
-            unused = self._unused_everywhere() if any(row[3] for row in numbers) else set()
-            self._update(1.0 / divisor * clip_factor(norm, self._clip_norm), unused)
+            unused = self._unused_everywhere() if any(each.untouched for each in told) else set()
+            self._updater.update(1.0 / divisor * clip_factor(norm, self._clip_norm), unused)
         else:
             self._executor.open_next_window()
         result = StepResult(loss, weight, norm, is_skipped, self._scaler.scale)
         self._begin_window()
         self._scaler.update(is_skipped, weight / self.group.size)
         self.steps += 1
-        self._note_skip(result, numbers, parts)
+        self._note_skip(result, told, parts)
         if self._planner is not None:
             self._planner.after_step()
         return result
@@ -325,7 +326,7 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
     def refresh(self) -> None:
         """Rebuild every derived copy from the masters, after they were written from outside."""
         self._executor.drop_opening()
-        self._publish_updates()
+        self._updater.publish()
 
     def at_rest(self) -> dict[ByteClass, int]:
         """Bytes by class that this rank holds now."""
@@ -564,46 +565,6 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         self.flush()
         return sum(self.at_rest().values())
 
-    def _update(self, factor: float, unused: set[ParamRef]) -> None:
-        """Let the optimizer update the masters, and every copy follow.
-
-        What the next window needs first is updated first, so that it travels while the rest is updated.
-
-        Args:
-            factor: What gradients are multiplied by first.
-            unused: Parameters without a gradient on any rank.
-        """
-        trainable = self.shards.trainable
-        opening = {unit for gather in self._executor.next_opening for unit in gather.units}
-        in_parts = bool(opening) and steps_in_parts(self.optimizer)
-        with dividing_gradients(self.optimizer, factor) as left, self.shards.update_grads(left) as grads:
-            pairs = list(zip(trainable, grads, strict=True))
-            if unused:
-                pairs = [(p, g) for p, g in pairs if p.ref not in unused]
-            first = [pair for pair in pairs if pair[0].persistent or pair[0].ref.unit in opening]
-            rest = [pair for pair in pairs if not pair[0].persistent and pair[0].ref.unit not in opening]
-            if not in_parts:
-                first, rest = pairs, []
-            self._optimize(first)
-            refresh = self._refresh_persistent()
-            next(refresh, None)
-            self._executor.open_next_window()
-            self._optimize(rest)
-            for _ in refresh:
-                pass
-        self._account_optimizer()
-
-    def _optimize(self, pairs: list[tuple[ShardedParam, torch.Tensor]]) -> None:
-        """Update the masters of some parameters by their gradients, and their shards."""
-        if not pairs:
-            return
-        for param, grad in pairs:
-            param.master.grad = grad
-        self.optimizer.step()
-        for param, _ in pairs:
-            param.master.grad = None
-        self.shards.refresh_shards([param for param, _ in pairs])
-
     def _norm_part(self, dtype: torch.dtype) -> torch.Tensor:
         return norm_part(
             self.shards.trainable,
@@ -615,7 +576,7 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
             self.group.device,
         )
 
-    def _note_skip(self, result: StepResult, numbers: list[list[float]], parts: list[float]) -> None:
+    def _note_skip(self, result: StepResult, told: list[Told], parts: list[float]) -> None:
         """Say that a step was skipped, and why; look closer in the steps that follow."""
         self._skipped.note(result.skipped)
         self._reducer.looks_for_trouble = result.skipped
@@ -625,11 +586,11 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         troubles = [
             RankTrouble(
                 rank,
-                loss=not math.isfinite(row[0]),
-                parameter=None if row[4] < 0 else trainable[int(row[4])].name,
+                loss=not math.isfinite(each.loss),
+                parameter=None if each.trouble < 0 else trainable[int(each.trouble)].name,
                 slices=not math.isfinite(part),
             )
-            for rank, (row, part) in enumerate(zip(numbers, parts, strict=True))
+            for rank, (each, part) in enumerate(zip(told, parts, strict=True))
         ]
         step = self.steps - 1
         self._skipped.fail_if_too_many(step, troubles, result.loss_scale)
@@ -641,45 +602,6 @@ class ZeroEngine(FullStateMixin, CheckpointMixin):
         trainable = self.shards.trainable
         flags = self.group.gather_numbers([float(p.is_touched) for p in trainable])
         return {p.ref for i, p in enumerate(trainable) if not any(row[i] for row in flags)}
-
-    def _digest_numbers(self) -> list[float]:
-        """What this rank did since the last step, as numbers that float64 holds exactly."""
-        combined = 0
-        for digest in self._executor.digests:
-            combined = (combined * 1_000_003 + int(digest[:12], 16)) % (1 << 48)
-        return [float(combined)]
-
-    def _compare_digests(self, rows: list[list[float]]) -> None:
-        different = [rank for rank, row in enumerate(rows) if row != rows[0]]
-        if different:
-            raise RunFailed(
-                f"rank {different[0]} ran its modules in another order than rank 0 in step {self.steps}",
-                "ranks must use the same modules in the same order",
-            )
-
-    def _account_optimizer(self) -> None:
-        entries = sum(map(len, self.optimizer.state.values()))
-        if entries == self._optimizer_entries:
-            return
-        self._optimizer_entries = entries
-        now = optimizer_bytes(self.optimizer)
-        if now != self._optimizer_bytes:
-            self.ledger.add(ByteClass.OPTIMIZER, now - self._optimizer_bytes)
-            self._optimizer_bytes = now
-
-    def _publish_updates(self) -> None:
-        """Bring every copy of the parameters up to date with the masters."""
-        self.shards.refresh_shards()
-        for _ in self._refresh_persistent():
-            pass
-
-    def _refresh_persistent(self) -> Iterator[None]:
-        """Bring persistent parameters up to date with the shards; see :meth:`Gatherer.refresh_persistent`."""
-        if self._is_replicated or self.group.size == 1:
-            return iter(())  # there is no other copy
-        return self._gatherer.refresh_persistent(
-            None if self.knobs.stage == 3 else int(self.knobs.allgather_bucket_size)
-        )
 
     def _begin_window(self) -> None:
         self.shards.forget_grads()

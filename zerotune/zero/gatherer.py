@@ -281,7 +281,7 @@ class Gatherer:
                 in_turn.copy_out(rows, first, end)
             flight.work.wait()
             for rows, first, end in self._comm.rows_of_others(flight.buffer):
-                in_turn.copy_out(rows[:, head:] if head else rows, first, end)
+                in_turn.copy_out(rows[..., head:] if head else rows, first, end)
 
     def _drop(self, flight: _InFlight, reuse: bool = True) -> None:
         for unit in flight.together.units:

@@ -29,7 +29,7 @@ from zerotune.models.marks import is_profiled
 from zerotune.predict import Choice, EventLoad, choose, fit_link, replay
 from zerotune.records import Link, PassProfile, Profile
 from zerotune.schedule import Phase, ReleasePlan, Schedule
-from zerotune.schedule.compile import SavingReason
+from zerotune.schedule.schedule import SavingReason
 from zerotune.zero.comm import Communicator
 from zerotune.zero.executor import Executor
 

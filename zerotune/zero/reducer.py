@@ -254,8 +254,9 @@ class Reducer(Collector):
         self._comm.all_gather(received, summed, "gradient", members.names).wait()
         whole = [None if p.grad is None else p.grad.view(self._ranks, p.slice) for p in members.params]
         for rows, first, end in [*self._comm.own_row(summed), *self._comm.rows_of_others(received)]:
-            columns = rows.split(members.sizes, dim=1)
-            add_into([None if grad is None else grad[first:end] for grad in whole], columns, members.params)
+            columns = rows.split(members.sizes, dim=-1)
+            where = first if rows.dim() == 1 else slice(first, end)
+            add_into([None if grad is None else grad[where] for grad in whole], columns, members.params)
         self._give(received)
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -80,21 +80,22 @@ class SlicesInTurn:
         self.params = params
         self.sizes = [p.slice for p in params]
         self.width = sum(self.sizes)
-        self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._places: dict[tuple[int, int, int], list[torch.Tensor]] = {}
 
     def copy_out(self, rows: torch.Tensor, first: int, end: int) -> None:
         """From rank-major to parameter-major order.
 
         Args:
-            rows: What some ranks sent  # [end - first, W]
+            rows: What some ranks sent  # [end - first, W], or [W] of a single one
             first: The first of these ranks.
             end: The one after the last.
         """
-        places = self._places.get((first, end))
+        key = (first, end, rows.dim())
+        places = self._places.get(key)
         if places is None:
-            places = self._places[first, end] = [p.rows[first:end] for p in self.params]
-        with torch.no_grad():
-            torch.split_with_sizes_copy(rows, self.sizes, dim=1, out=places)
+            where = first if rows.dim() == 1 else slice(first, end)
+            places = self._places[key] = [p.rows[where] for p in self.params]
+        torch.split_with_sizes_copy(rows, self.sizes, dim=-1, out=places)  # none of them requires a gradient
 
 
 class ShardedUnit:
