@@ -114,6 +114,17 @@ def assert_kept(folder: Path, document: dict[str, Any]) -> None:
     assert shown["bench"] == {key: value for key, value in document.items() if key != "run_id"}
     assert shown["cluster"]["facts"]["link"] == "0.5 Gbit/s between two hosts of one machine"
     assert (shown["cluster"]["facts"]["nodes"], shown["cluster"]["facts"]["ranks_per_node"]) == (2, 1)
+    knobs = document["engines"]["zerotune:keep"]["knobs"]
+    assert knobs["release"] == "keep" and isinstance(knobs["prefetch_distance"], int)
+    assert (
+        isinstance(shown["config"]["zero"]["prefetch_distance"], int)
+        and "knobs" not in document["engines"]["ddp"]
+    )
+    explanation = json.loads(said(folder, "explain", run_id, "--json"))
+    assert explanation["ranks"] == 2 and {flow["purpose"] for flow in explanation["flows"]} >= {
+        "forward",
+        "gradient",
+    }
     table = said(folder, "show", run_id)
     assert "zerotune:keep" in table and "engines in turns" in table
     listed = said(folder, "results")

@@ -235,3 +235,20 @@ def test_the_loss_is_the_global_token_mean_however_tokens_fall() -> None:
     for name, value in model.state_dict().items():
         assert torch.allclose(state[name], value, atol=1e-5), name
     assert BATCH % 4 == 0 and VOCABULARY > 0
+
+
+def gradients_that_waited(rank: int, size: int, stage: int) -> None:
+    """One gradient waits when a window begins, as after a load; the others come with backward, and never waited."""
+    engine = _engine("gpt", {"stage": stage})
+    for step in range(3):
+        _step(engine, rank, size, step)
+        assert engine.at_rest()[ByteClass.GRADIENT] == 0
+        for sharded in (engine.shards.trainable[0], engine.shards.trainable[-1])[: step + 1]:
+            sharded.param.grad = torch.zeros(sharded.param.shape)
+        engine._reducer.count_waiting()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_that_waited_are_counted_once(stage: int, ranks: int) -> None:
+    run_on_ranks(ranks, gradients_that_waited, stage)

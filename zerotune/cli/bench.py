@@ -91,7 +91,7 @@ def bench(
 
         rate = bits_per_second(link)
         say(f"two hosts on this machine, {link} between them")
-    with says_how_to_go_on("no figure was kept"):
+    with says_how_to_go_on("zerotune results says what is kept of it"):
         _bench(job, names, jobs, rounds, steps, rate, plot, placement, store, as_json)
 
 

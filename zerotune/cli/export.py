@@ -63,7 +63,7 @@ def export(
     if to is Target.WEIGHTS:
         _write_weights(checkpoint, output or Path("model.safetensors"), dtype)
         return
-    if record.measurement is None:
+    if record.measurement is None and record.bench is None:
         say(f"note: {record.run_id} was not measured, it ended as {record.status.value}")
     text = dump_job(record.config, header=provenance(record))
     if output is None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from zerotune.config.schema import JobConfig
 from zerotune.records.base import Record
 from zerotune.records.flow import Flow
+from zerotune.records.ledger import Ledger
 from zerotune.records.measurement import Interval, MemoryUse
 
 PEERS = ("ddp", "fsdp2", "fsdp2:keep", "fsdp2:async", "deepspeed", "deepspeed:scaled")
@@ -82,6 +84,8 @@ class BenchReport(Record):
             ``NAME/limit``: the geometric mean of the rounds' ratios with its 95 % interval.
         rounds: How many times each was measured.
         steps_per_round: Steps of one measurement.
+        configs: Of every engine of ours, as it ran: every ``auto`` a number.
+        ledgers: Of a typical step of the first engine, one per rank; the store keeps them apart.
     """
 
     backend: str
@@ -93,6 +97,8 @@ class BenchReport(Record):
     ratios: dict[str, Interval]
     rounds: int
     steps_per_round: int
+    configs: dict[str, JobConfig] = Field(default_factory=dict)
+    ledgers: list[Ledger] = Field(default_factory=list)
 
     def engine(self, name: str) -> EngineFigures:
         return next(figures for figures in self.engines if figures.name == name)

@@ -105,6 +105,7 @@ def bench_document(report: BenchReport) -> dict[str, Any]:
                 "sent_bytes": row.sent_bytes,
                 "limit_s": row.limit_s,
                 **_ledger_figures(row),
+                **({"knobs": report.configs[row.name].knobs} if row.name in report.configs else {}),
                 "final_loss": row.final_loss,
             }
             for row in report.engines

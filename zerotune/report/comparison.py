@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zerotune.records import Interval, Measurement, RunRecord, Status
+from zerotune.records import Interval, Measurement, RunKind, RunRecord, Status
 from zerotune.report.differences import Difference, config_differences
 from zerotune.report.ratio import unpaired_ratio
 
@@ -96,7 +96,8 @@ def compare(first: RunRecord, second: RunRecord) -> Comparison:
         notes.append(f"different versions ({', '.join(versions)}): the difference may be theirs")
     for run in (first, second):
         if run.measurement is None:
-            notes.append(f"{run.run_id} was not measured: {run.status.value}")
+            why = "it is a benchmark" if run.kind is RunKind.BENCH else run.status.value
+            notes.append(f"{run.run_id} was not measured: {why}")
         elif run.status is Status.COMPLETE and run.feasible is False:
             notes.append(f"{run.run_id} is over its memory budget")
     return Comparison(

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from zerotune.config.knobs import AUTO, REGISTRY
 from zerotune.config.schema import knob_default
-from zerotune.records import Failure, Fingerprint, Ledger, Measurement, RunRecord
+from zerotune.records import Failure, Fingerprint, Ledger, Measurement, RunKind, RunRecord
 from zerotune.report import format
 from zerotune.report.comparison import Comparison, Figure
 from zerotune.report.differences import knob_values
@@ -70,7 +70,7 @@ def _overview(run: RunRecord) -> Table:
         ("kind", run.kind.value + (", the baseline" if run.is_baseline else "")),
         ("study", trial if run.study else None),
         ("fits", fits),
-        ("steps", format.number(run.steps_done)),
+        ("steps", None if run.kind is RunKind.BENCH else format.number(run.steps_done)),
         ("started", f"{run.created:%Y-%m-%d %H:%M:%S} UTC"),
         ("took", format.duration((run.ended - run.created).total_seconds()) if run.ended else None),
         ("checkpoint", run.checkpoint),

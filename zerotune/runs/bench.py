@@ -13,6 +13,7 @@ from zerotune.records import Fingerprint, RunKind, RunRecord, Status
 from zerotune.records.bench import BenchReport
 from zerotune.runs.cluster_key import cluster_fingerprint, device_model
 from zerotune.runs.folders import runs_root
+from zerotune.runs.reap import reap
 from zerotune.runs.rows import close_row, failed, open_row
 from zerotune.runs.session import Placement, session
 from zerotune.runs.workers import RayWorkers
@@ -72,16 +73,20 @@ def bench(
         if link_bits_per_s is None
         else _over_link(store_url, link_bits_per_s)
     ) as place:
+        reap(place.store)  # what a driver that was killed left is not running
         record = open_row(
             place.store, Path(runs_root(store_url)), RunKind.BENCH, spec.job, workload, place.cluster
         )
-        on_line(f"run {record.run_id}, logs in {record.run_dir}")
         try:
+            on_line(f"run {record.run_id}, logs in {record.run_dir}")
             report = place.measure(spec.model_copy(update={"run_dir": record.run_dir}))
+            place.store.save_ledgers(record.run_id, report.ledgers)
         except BaseException as error:
             close_row(place.store, failed(record, error))
             raise
-        return close_row(place.store, record.model_copy(update={"status": Status.COMPLETE, "bench": report}))
+        config = report.configs[report.engines[0].name]
+        kept = {"config": config, "bench": report.model_copy(update={"ledgers": []})}
+        return close_row(place.store, record.model_copy(update={"status": Status.COMPLETE, **kept}))
 
 
 @contextmanager

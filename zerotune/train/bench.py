@@ -30,12 +30,12 @@ from zerotune.peers import PeerSetup, build_peer
 from zerotune.records import Ledger
 from zerotune.records.base import Record
 from zerotune.records.bench import PEERS, BenchReport, EngineFigures
-from zerotune.records.flow import Flow, flows_of
+from zerotune.records.flow import flows_of
 from zerotune.train import memory
 from zerotune.train.context import RankContext
 from zerotune.train.data import build_data
 from zerotune.train.describe import describe
-from zerotune.train.engines import make_engine, settling_steps
+from zerotune.train.engines import make_engine, resolved_job, settling_steps
 from zerotune.train.loop import Loop, synchronize
 from zerotune.train.measure import median_interval, paired_ratio
 from zerotune.train.optim import optimizer_factory
@@ -234,10 +234,18 @@ class _Bench:
         self.reporter.phase("profile")
         final = {name: self._mean_losses(loop)[-1] for name, loop in self.loops.items()}
         compute = times[COMPUTE]
-        figures, ratios = [], {}
+        figures, ratios, configs = [], {}, {}
+        ledgers: list[Ledger] = []
         steps = self.spec.rounds * self.spec.steps_per_round
         for name, loop in self.loops.items():
-            flows, sent = self._traffic(loop) if name.startswith(OURS) else ([], self._documented_bytes(name))
+            flows, sent = [], 0.0
+            if name.startswith(OURS):
+                typical = self._typical_step(loop)
+                flows, sent = flows_of(typical), _most_sent(typical)
+                ledgers = ledgers or typical
+                configs[name] = self._resolved(name)
+            else:
+                sent = self._documented_bytes(name)
             limits = [max(own, sent / rate if rate else 0.0) for own in compute]
             processor = self.processor[name].per_step(steps, self.group)
             uses = []
@@ -278,10 +286,17 @@ class _Bench:
             ratios=ratios,
             rounds=self.spec.rounds,
             steps_per_round=self.spec.steps_per_round,
+            configs=configs,
+            ledgers=ledgers,
         )
 
-    def _traffic(self, loop: Loop) -> tuple[list[Flow], float]:
-        """What the collectives of a typical step cost, over all ranks; and the bytes of the rank that sent most."""
+    def _resolved(self, name: str) -> JobConfig:
+        job = self.spec.variants.get(name, self.spec.job)
+        engine: Any = self.loops[name].engine
+        return resolved_job(job, engine, self._plan(job))
+
+    def _typical_step(self, loop: Loop) -> list[Ledger]:
+        """Every rank's ledger of the step, of a few, whose collectives cost neither most nor least."""
         engine: Any = loop.engine
         mine: list[Ledger] = []
         for _ in range(_LEDGER_STEPS):
@@ -289,8 +304,9 @@ class _Bench:
             loop.take_step()
             mine.append(engine.end_ledger())
         everyone = all_of(self.group, mine)
-        steps = [(flows_of(ledgers), _most_sent(ledgers)) for ledgers in zip(*everyone, strict=True)]
-        return sorted(steps, key=lambda step: sum(flow.exposed_s for flow in step[0]))[_LEDGER_STEPS // 2]
+        steps = [list(ledgers) for ledgers in zip(*everyone, strict=True)]
+        by_cost = sorted(steps, key=lambda ledgers: sum(flow.exposed_s for flow in flows_of(ledgers)))
+        return by_cost[_LEDGER_STEPS // 2]
 
     def _documented_bytes(self, name: str) -> float:
         """What a rank of a peer sends in a step."""

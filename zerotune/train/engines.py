@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import nn
 
 from zerotune.checkpoints import Checkpointable
+from zerotune.config.check import BatchPlan
 from zerotune.config.knobs import Knobs
 from zerotune.config.schema import JobConfig
 from zerotune.engine.group import RankGroup
@@ -69,3 +70,9 @@ def make_engine(
         leaf_modules=job.train.leaf_modules,
         weights=weights,
     )
+
+
+def resolved_job(job: JobConfig, engine: TunedEngine, plan: BatchPlan) -> JobConfig:
+    """The configuration as it runs: every ``auto`` a number."""
+    train = job.train.model_copy(update={"micro_batch_size": plan.micro_batch_size})
+    return job.model_copy(update={"zero": engine.knobs, "train": train})

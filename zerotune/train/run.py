@@ -6,8 +6,7 @@ import time
 
 import torch
 
-from zerotune.config.check import BatchPlan, batch_plan
-from zerotune.config.schema import JobConfig
+from zerotune.config.check import batch_plan
 from zerotune.engine.group import RankGroup
 from zerotune.models.build import build_model
 from zerotune.models.deferred import deferred
@@ -15,7 +14,7 @@ from zerotune.records import Ledger, Measurement, MemoryHistory, MemoryUse
 from zerotune.train import memory, saving
 from zerotune.train.context import RankContext
 from zerotune.train.data import build_data
-from zerotune.train.engines import TunedEngine, make_engine, settling_steps
+from zerotune.train.engines import TunedEngine, make_engine, resolved_job, settling_steps
 from zerotune.train.loop import Loop
 from zerotune.train.memory_history import profiled_step
 from zerotune.train.progress import Reporter
@@ -57,7 +56,7 @@ def _run(ctx: RankContext, spec: RunSpec) -> RankReport:
     weights = job.train.weights if spec.resume_from is None else None  # a checkpoint holds them all
     engine = make_engine(job, model, group, weights)
     try:
-        loop = Loop(_resolved(job, engine, plan), engine, data, group, plan)
+        loop = Loop(resolved_job(job, engine, plan), engine, data, group, plan)
         if spec.resume_from is not None:
             loop.step = saving.resume(engine, spec.resume_from, job)
         memory.reset_peaks(device)
@@ -199,9 +198,3 @@ def _measurement(
         final_loss=loop.losses[-1],
         group=loop.group,
     )
-
-
-def _resolved(job: JobConfig, engine: TunedEngine, plan: BatchPlan) -> JobConfig:
-    """The configuration as it runs: every ``auto`` a number."""
-    train = job.train.model_copy(update={"micro_batch_size": plan.micro_batch_size})
-    return job.model_copy(update={"zero": engine.knobs, "train": train})

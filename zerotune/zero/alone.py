@@ -73,6 +73,7 @@ class LoneCollector(Collector):
     def collect(self, index: int, bucket: Bucket, refs: Sequence[ParamRef]) -> None:
         for each in self._group(refs).units:
             grads = self._full(each.params, each.owners)
+            self._uncount(grads)
             if not self._stay(each, grads):
                 self._copy(each, grads)
             self._drop(each.params, each.owners, grads)

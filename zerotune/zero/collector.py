@@ -119,10 +119,13 @@ class Collector(ABC):
                 if grad is not None:
                     owner.grad = None
                     param.is_touched = True
+
+    def _uncount(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Full gradients wait no longer; those that came since they were counted never did."""
         if self._waiting_bytes:
-            dropped = sum(grad.nbytes for grad in grads if grad is not None)
-            self._waiting_bytes -= dropped
-            self._ledger.add(ByteClass.GRADIENT, -dropped)
+            taken = min(self._waiting_bytes, sum(grad.nbytes for grad in grads if grad is not None))
+            self._waiting_bytes -= taken
+            self._ledger.add(ByteClass.GRADIENT, -taken)
 
     def _look_for_trouble(self, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]) -> None:
         for param, grad in zip(params, grads, strict=True):

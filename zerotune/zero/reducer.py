@@ -128,6 +128,7 @@ class Reducer(Collector):
             for ref, param, grad in zip(refs, params, grads, strict=True):
                 _copy_rows(filling.rows[:, members.columns[ref]], grad, param.numel)
         self._drop(params, owners, grads)
+        self._uncount(grads)
         self._collected.append(refs)
         filling.collected.append(refs)
 
