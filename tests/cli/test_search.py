@@ -192,7 +192,8 @@ def test_a_folder_that_cannot_be_written_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr("zerotune.search.best.Path.write_text", full, raising=False)
-        patch.setattr("zerotune.runs.execute.write_resolved", lambda folder, job: None)
+        for module in ("execute", "rows"):
+            patch.setattr(f"zerotune.runs.{module}.write_resolved", lambda folder, job: None)
         code, out, err = folder("search")
     assert code == 0 and "No space left on device" in err
     assert "release=keep" in out and "wrote" not in out
