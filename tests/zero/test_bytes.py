@@ -252,3 +252,42 @@ def gradients_that_waited(rank: int, size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_that_waited_are_counted_once(stage: int, ranks: int) -> None:
     run_on_ranks(ranks, gradients_that_waited, stage)
+
+
+class Hollow(torch.nn.Module):
+    """A unit whose only parameter has no element, after one that has some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(0, 4, bias=False)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x) + self.blocks[1](x[:, :0])
+
+
+def train_hollow(rank: int, size: int, stage: int, precision: str, gradient: str) -> None:
+    import zerotune
+
+    module = Hollow()
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    engine = zerotune.ZeroEngine(
+        module,
+        optimizer,
+        Knobs(stage=stage),  # type: ignore[arg-type]
+        precision=precision,  # type: ignore[arg-type]
+        gradient_dtype=gradient,  # type: ignore[arg-type]
+    )
+    losses = [0.0, 0.0]
+    for step in range(2):
+        engine.backward(engine(torch.ones(2, 4)).float().square().mean())
+        losses[step] = engine.step().loss
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("precision", "gradient"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "compute")])
+def test_a_unit_without_an_element_is_trained_beside_others(
+    ranks: int, precision: str, gradient: str
+) -> None:
+    for stage in (0, 1, 3):
+        run_on_ranks(ranks, train_hollow, stage, precision, gradient)

@@ -302,6 +302,8 @@ class ShardStore:
         trainable = self.units[index].trainable
         sizes = [p.master.numel() for p in trainable]
         if not sum(sizes):
+            for param in trainable:  # without an element, and yet the optimizer's
+                param.grad = torch.empty(0, dtype=self._grad_dtype, device=self._device)
             return None
         flat = torch.empty(sum(sizes), dtype=self._grad_dtype, device=self._device)
         self._ledger.add(ByteClass.GRADIENT, flat.nbytes)
@@ -358,10 +360,14 @@ class ShardStore:
             torch._foreach_mul_(wide, factor)
         held = sum(flat.nbytes for flat in wide)
         self._ledger.add(ByteClass.GRADIENT, held)
-        sizes = [[p.master.numel() for p in unit.params if p.trains] for unit in self.units]
-        sizes = [size for size in sizes if sum(size)]
+        flats = iter(wide)
+        pieces: list[torch.Tensor] = []
+        for unit in self.units:
+            sizes = [p.master.numel() for p in unit.trainable]
+            whole = next(flats) if sum(sizes) else torch.empty(0, device=self._device)
+            pieces += whole.split(sizes) if sizes else []
         try:
-            yield [piece for flat, size in zip(wide, sizes, strict=True) for piece in flat.split(size)]
+            yield pieces
         finally:
             self._ledger.add(ByteClass.GRADIENT, -held)
 
