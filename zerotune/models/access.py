@@ -75,7 +75,7 @@ class PartitionedParameter(nn.Parameter):
 
     def __repr__(self, **options: Any) -> Any:  # type: ignore[override]
         if not self.numel() or self.untyped_storage().nbytes():
-            # The memory may be there and not be the values': within a gather, say.
+            # The memory may be there before its values are: then reading it is refused.
             with contextlib.suppress(UsageError):
                 return super().__repr__(**options)
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, partitioned)"

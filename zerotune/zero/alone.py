@@ -126,11 +126,12 @@ class LoneCollector(Collector):
         finally:
             self._ledger.add(ByteClass.GRADIENT, -held)
 
+    def _is_wider(self, grad: torch.Tensor) -> bool:
+        return grad.itemsize > self._dtype.itemsize
+
     def _rounded(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad.to(self._dtype) if grad.itemsize > self._dtype.itemsize else grad
+        return grad.to(self._dtype) if self._is_wider(grad) else grad
 
     def _counted(self, grad: torch.Tensor) -> int:
-        """Bytes that a gradient and its rounded copy take until they have been added."""
-        return grad.nbytes + (
-            grad.numel() * self._dtype.itemsize if grad.itemsize > self._dtype.itemsize else 0
-        )
+        """Bytes that a gradient and its rounded copy, if it needs one, take until they have been added."""
+        return grad.nbytes + (grad.numel() * self._dtype.itemsize if self._is_wider(grad) else 0)
