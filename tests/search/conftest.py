@@ -9,7 +9,7 @@ import pytest
 from tests.builders import make_cluster, make_workload
 from tests.search.fakes import FakeWorkers, Surface
 from zerotune.config.schema import JobConfig
-from zerotune.config.space import ModelSizes, read_space
+from zerotune.config.space import ModelSizes, Space, read_space
 from zerotune.records.events import Event, SearchResult
 from zerotune.runs.execute import Executor
 from zerotune.search.plan import SearchPlan, make_plan
@@ -44,8 +44,10 @@ def make_job(
     )
 
 
-def plan_of(job: JobConfig, space: str = QUICK, name: str | None = None, ranks: int = 2) -> SearchPlan:
-    read = read_space(space, "space.yaml", "test")
+def plan_of(
+    job: JobConfig, space: str | Space = QUICK, name: str | None = None, ranks: int = 2
+) -> SearchPlan:
+    read = space if isinstance(space, Space) else read_space(space, "space.yaml", "test")
     return make_plan(job, read, SIZES, ranks, make_workload(), make_cluster(), name)
 
 

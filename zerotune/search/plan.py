@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from zerotune.config.check import batch_plan
@@ -126,18 +127,30 @@ class SearchPlan:
 
         Each knob comes from one dimension, so each dimension is looked up by itself; the whole is checked then.
         """
+        choices = self.nearest(job)
+        return choices if canonical_key(self.configure(choices)) == canonical_key(job) else None
+
+    def nearest(self, job: JobConfig) -> Choices:
+        """The point of the space with each knob as near as it can be to that of a configuration."""
         choices: Choices = {}
         for dimension in self.space.dimensions:
-            if not dimension.is_active(choices):
-                continue
-            wanted = job.knobs[dimension.name]
-            for value in self._candidates(dimension, wanted):
-                if self._becomes(job, {dimension.name: value}, dimension.name) == wanted:
-                    choices[dimension.name] = value
-                    break
-            else:
-                return None
-        return choices if canonical_key(self.configure(choices)) == canonical_key(job) else None
+            if dimension.is_active(choices):
+                choices[dimension.name] = self._nearest(dimension, job)
+        return choices
+
+    def _nearest(self, dimension: Dimension, job: JobConfig) -> Any:
+        name, wanted = dimension.name, job.knobs[dimension.name]
+
+        def distance(value: Any) -> float:
+            becomes = self._becomes(job, {name: value}, name)
+            if becomes == wanted:
+                return 0.0
+            are_sizes = all(
+                isinstance(size, int) and not isinstance(size, bool) for size in (becomes, wanted)
+            )
+            return float(abs(becomes - wanted)) if are_sizes else inf
+
+        return min(self._candidates(dimension, wanted), key=distance)
 
     def _becomes(self, job: JobConfig, choice: Choices, name: str) -> Any:
         """What a knob of ``job`` becomes by one choice; ``None`` where that cannot stand beside its other knobs."""
@@ -156,6 +169,7 @@ class SearchPlan:
             return
         assert dimension.low is not None and dimension.high is not None
         if not isinstance(wanted, int):
+            yield dimension.high
             return
         match dimension.relative_to:
             case None:
@@ -164,8 +178,8 @@ class SearchPlan:
                 value = wanted / self.file_micro_batch
             case size:
                 value = wanted / getattr(self.sizes, size)
-        if dimension.low <= value <= dimension.high:
-            yield round(value) if dimension.is_integer else value
+        value = min(max(value, dimension.low), dimension.high)
+        yield round(value) if dimension.is_integer else value
 
 
 def make_plan(

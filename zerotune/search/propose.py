@@ -1,7 +1,7 @@
 """What to try next. Nothing that the study knows is tried twice.
 
-The order is: the baseline, the file's own setting, what was broken off, what the sampler suggests, and when that
-only repeats what is known, anything at random that does not.
+The order is: the baseline, the file's own setting, what was broken off, each knob turned by itself and those that helped
+together, what the sampler suggests, and when that only repeats what is known, anything at random that does not.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from zerotune.config.schema import JobConfig
 from zerotune.records import RunRecord
 from zerotune.search.configuration import canonical_key
 from zerotune.search.dimensions import Choices, draw, enumerate_all, suggest, to_parameters
-from zerotune.search.feasibility import Outcome, memory_violation, what_to_tell
+from zerotune.search.feasibility import Outcome, is_feasible, memory_violation, what_to_tell
 from zerotune.search.plan import SearchPlan
+from zerotune.search.turns import together, turned_from_defaults
 
 _ASKED_AGAIN = 5
 """Repetitions that the sampler is forgiven before something is drawn at random."""
@@ -38,7 +39,7 @@ class Proposal:
         trial: Optuna's trial that stands for it.
         job: Every knob a number.
         key: Its canonical key.
-        source: ``baseline``, ``file``, ``retry``, ``sampler`` or ``random``.
+        source: ``baseline``, ``file``, ``retry``, ``one knob``, ``combined``, ``sampler`` or ``random``.
     """
 
     trial: optuna.trial.Trial
@@ -120,6 +121,13 @@ class Proposer:
             row = self._rows.get(frozen.user_attrs.get(_RUN_ID, ""))
             if row is not None and frozen.params and canonical_key(row.config) not in self.known:
                 yield "retry", _Wanted(row.config, dict(frozen.params))
+        if self.plan.search.sampler == "tpe" and is_feasible(self.known[self.plan.baseline_key]):
+            for choices in turned_from_defaults(self.plan):
+                if self._key(choices) not in self.known:
+                    yield "one knob", self._wanted(choices)
+            combined = together(self.plan, self.known)
+            if combined is not None and self._key(combined) not in self.known:
+                yield "combined", self._wanted(combined)
 
     def _ask(self, source: str, wanted: _Wanted | None = None) -> Proposal | None:
         """Ask for a trial; ``None`` if it stands for something known, which the sampler is then told."""
