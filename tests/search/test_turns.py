@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import MIB
-from tests.search.conftest import QUICK, Bench, make_job, plan_of
+from tests.search.conftest import QUICK, SIZES, Bench, make_job, plan_of
 from tests.search.fakes import Point, fail
 from zerotune.config.schema import JobConfig
 from zerotune.config.space import load_space
 from zerotune.records import Status
 from zerotune.records.events import TrialStarted
 from zerotune.search.configuration import changes
-from zerotune.search.plan import SearchPlan
-from zerotune.search.turns import turned_from_defaults
+from zerotune.search.turns import nothing_turned, one_knob_turned
 
 BLOCK = 1_000_000
 
@@ -89,25 +90,54 @@ def test_there_is_nothing_to_turn_from_defaults_that_do_not_fit(bench: Bench) ->
     assert set(sources(bench)) <= {"baseline", "sampler", "random"}
 
 
-def free_knobs(plan: SearchPlan) -> set[str]:
-    return {
-        dimension.name
-        for dimension in plan.space
-        if not dimension.when and dimension.values and len(dimension.values) > 1
-    }
-
-
+@pytest.mark.parametrize("objective", ["throughput", "memory"])
+@pytest.mark.parametrize("block", [1_000_000, 3_151_360, 12_594_176, 202_383_360])
 @pytest.mark.parametrize("name", ["default", "quick", "memory"])
-def test_turns_of_a_space_that_ships_turn_one_knob_each(name: str) -> None:
-    """The defaults are no point of ``memory``: turns start from the one next to them."""
-    plan = plan_of(make_job(trials=40, global_batch=8, micro=4), load_space(name))
-    start = plan.nearest(plan.baseline)
-    turned = []
-    for choices in turned_from_defaults(plan):
-        differing = {knob for knob, value in choices.items() if start.get(knob) != value}
-        turned += [knob for knob in differing if not plan.space[knob].when]
-        assert len([knob for knob in differing if not plan.space[knob].when]) == 1
-    assert sorted(turned) == sorted(free_knobs(plan))
+def test_turns_of_a_space_that_ships_turn_one_knob_each(name: str, block: int, objective: str) -> None:
+    """Whether the defaults are a point of the space or not."""
+    job = make_job(trials=40, micro=4, objective=objective)
+    plan = replace(plan_of(job, load_space(name)), sizes=replace(SIZES, block=block))
+    start = nothing_turned(plan).job
+    assert changes(start, plan.baseline).keys() == ({"prefetch_distance"} if name == "memory" else set())
+    assert plan.choices_of(start) is not None
+    told = []
+    for turn in one_knob_turned(plan):
+        (knob,) = set(changes(turn.job, start)) - {"max_reuse_distance"}
+        told.append(knob)
+        assert plan.choices_of(turn.job) is not None, "the sampler learns from it"
+    assert sorted(told) == sorted(dimension.name for dimension in plan.space if not dimension.when)
+
+
+def test_what_the_file_sets_beside_the_space_stays_in_every_turn(bench: Bench) -> None:
+    """The defaults would be another comparison: nothing but the knob may differ."""
+    job = make_job(trials=8, zero={"overlap_comm": False, "prefetch_distance": BLOCK})
+    _, workers = bench(plan_of(job, QUICK), far_and_kept)
+    assert sources(bench)[:6] == ["baseline", "file", "start", "one knob", "one knob", "one knob"]
+    _, own, start, *turns = workers.trials[:6]
+    assert changes(own, start) == {"prefetch_distance": "1000000"}
+    assert [len(changes(turn, start)) for turn in turns] == [1, 1, 1]
+    assert not any(turn.zero.overlap_comm for turn in turns)
+
+
+def test_a_search_for_memory_turns_sizes_down(bench: Bench) -> None:
+    _, workers = bench(plan_of(make_job(trials=8, objective="memory"), WIDE), far_and_kept)
+    turns = [changes(job, workers.trials[0]) for job in workers.trials[1:5]]
+    assert {"prefetch_distance": "0"} in turns and {"reduce_bucket_size": "4000000"} in turns
+
+
+def test_a_knob_that_two_others_give_a_meaning_does_not_hold_up_the_search(bench: Bench) -> None:
+    space = """
+knobs:
+  release: [after_use, keep]
+  overlap_comm: [false, true]
+  backward_prefetch_distance: {relative_to: block, low: 0, high: 8, when: {release: keep, overlap_comm: true}}
+"""
+
+    def kept_beside(job: JobConfig) -> Point:
+        return Point(1.0 - 0.1 * (job.zero.release == "keep") + 0.01 * job.zero.overlap_comm)
+
+    bench(plan_of(make_job(trials=7), space), kept_beside)
+    assert sources(bench).count("combined") <= 1
 
 
 @given(

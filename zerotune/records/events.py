@@ -45,8 +45,8 @@ class TrialStarted(Record):
     Attributes:
         run_id: Its row in the store.
         number: Its number in the study; 0 is the baseline.
-        source: Where the configuration comes from: ``baseline``, ``file``, ``retry``, ``one knob``, ``combined``, ``sampler`` or
-            ``random``.
+        source: Where the configuration comes from: ``baseline``, ``file``, ``retry``, ``start`` (of turns), ``one knob``,
+            ``combined``, ``sampler`` or ``random``.
         changes: Knobs that differ from the baseline, as ``{name: value}``.
     """
 

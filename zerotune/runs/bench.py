@@ -13,7 +13,7 @@ from zerotune.records import Fingerprint, RunKind, RunRecord, Status
 from zerotune.records.bench import BenchReport
 from zerotune.runs.cluster_key import cluster_fingerprint, device_model
 from zerotune.runs.folders import runs_root
-from zerotune.runs.reap import reap
+from zerotune.runs.reap import open_reaped
 from zerotune.runs.rows import close_row, failed, open_row
 from zerotune.runs.session import Placement, session
 from zerotune.runs.workers import RayWorkers
@@ -57,7 +57,7 @@ def bench(
         placement: Where, unless over a link.
         store_url: From :func:`zerotune.store.location.store_url`.
         link_bits_per_s: Rate of the link between two hosts of this machine; ``None`` takes the cluster.
-        on_line: Told a line about what is joined or started, and the name of the run.
+        on_line: Told a line about what is joined, started or left behind, and the name of the run.
         on_progress: Called with the progress of rank 0.
 
     Returns:
@@ -71,9 +71,8 @@ def bench(
     with (
         _on_cluster(spec, placement, store_url, on_line, on_progress)
         if link_bits_per_s is None
-        else _over_link(store_url, link_bits_per_s)
+        else _over_link(store_url, link_bits_per_s, on_line)
     ) as place:
-        reap(place.store)  # what a driver that was killed left is not running
         record = open_row(
             place.store, Path(runs_root(store_url)), RunKind.BENCH, spec.job, workload, place.cluster
         )
@@ -108,9 +107,9 @@ def _on_cluster(
 
 
 @contextmanager
-def _over_link(store_url: str, bits_per_s: float) -> Iterator[_Place]:
+def _over_link(store_url: str, bits_per_s: float, on_line: Callable[[str], None]) -> Iterator[_Place]:
     link = f"{bits_per_s / 1e9:g} Gbit/s between two hosts of one machine"
-    with Store.open(store_url) as store:
+    with open_reaped(store_url, on_line) as store:
         yield _Place(
             store,
             cluster_fingerprint(device_model(False), 1, RANKS, link),

@@ -13,6 +13,7 @@ from zerotune.records import Fingerprint
 from zerotune.runs.cluster_key import cluster_fingerprint, device_model
 from zerotune.runs.execute import Executor
 from zerotune.runs.folders import runs_root
+from zerotune.runs.reap import open_reaped
 from zerotune.runs.workers import RayWorkers
 from zerotune.store.store import Store
 
@@ -85,13 +86,13 @@ def session(
         job: The configuration.
         placement: What the command line says.
         store_url: From :func:`zerotune.store.location.store_url`.
-        on_line: Told a line about what is joined, started or waited for.
+        on_line: Told a line about what is joined, started, waited for or left behind.
 
     Raises:
         UsageError: The store cannot be used.
         ResourceError: There is no cluster, or no room on it.
     """
-    with Store.open(store_url) as store:
+    with open_reaped(store_url, on_line) as store:
         cluster = join(placement.request(job, visible_gpus()), on_line)
         try:
             on_line(cluster.description)

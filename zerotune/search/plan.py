@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 from typing import Any
 
 from zerotune.config.check import batch_plan
@@ -15,12 +14,14 @@ from zerotune.config.schema import JobConfig, SearchConfig, knob_default
 from zerotune.config.space import Dimension, ModelSizes, Space
 from zerotune.records import Fingerprint
 from zerotune.schedule import resolve_knobs
-from zerotune.search.configuration import canonical_key, shown
+from zerotune.search.configuration import acting_knobs, canonical_key, shown
 from zerotune.search.dimensions import Choices
 from zerotune.search.question import question, study_name
 
 _MICRO = "micro_batch_size"
 _RECOMPUTED = "activation_checkpointing"
+_OF_RELEASE = {"max_reuse_distance", "memory_budget"}
+_UNBOUNDED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,20 @@ class SearchPlan:
 
     def configure(self, choices: Choices) -> JobConfig:
         """The configuration that a point of the space stands for, every knob a number."""
-        job = self.space.apply(choices, self.sizes, self.job)
+        return self._configure(choices, self.job)
+
+    def from_defaults(self, choices: Choices) -> JobConfig:
+        """The configuration with these choices, and the defaults for what else the space turns, every knob a number."""
+        turns = {dimension.name for dimension in self.space}
+        turns = turns | _OF_RELEASE if "release" in turns else turns - _OF_RELEASE
+        return self._configure(choices, self.job.with_knobs({name: knob_default(name) for name in turns}))
+
+    def _configure(self, choices: Choices, base: JobConfig) -> JobConfig:
+        return self.resolve(self.space.apply(choices, self.sizes, base), self._micro_batch(choices))
+
+    def _micro_batch(self, choices: Choices) -> int:
         per_rank = self.job.train.global_batch_size // self.ranks
-        return self.resolve(job, self.space.micro_batch_size(choices, self.file_micro_batch, per_rank))
+        return self.space.micro_batch_size(choices, self.file_micro_batch, per_rank)
 
     def resolve(self, job: JobConfig, micro_batch: int) -> JobConfig:
         """A job with this micro-batch, and every ``auto`` a number.
@@ -123,12 +135,28 @@ class SearchPlan:
         return job.model_copy(update={"zero": resolve_knobs(job.zero, self.sizes.block)})
 
     def choices_of(self, job: JobConfig) -> Choices | None:
-        """A point of the space that stands for a configuration, or ``None`` if there is none.
+        """The point of the space that stands for a configuration, or ``None`` if none does.
 
-        Each knob comes from one dimension, so each dimension is looked up by itself; the whole is checked then.
+        A size may be off by a hundredth of a block, as a default is that the space has as a multiple.
         """
         choices = self.nearest(job)
-        return choices if canonical_key(self.configure(choices)) == canonical_key(job) else None
+        ones, others = acting_knobs(self.configure(choices)), acting_knobs(job)
+        is_found = ones.keys() == others.keys() and all(
+            self._are_alike(name, value, others[name]) for name, value in ones.items()
+        )
+        return choices if is_found else None
+
+    def missing(self, job: JobConfig) -> Choices:
+        """The nearest values of those knobs for which the space has none that stands for a configuration's."""
+        return {
+            name: value
+            for name, value in self.nearest(job).items()
+            if not self._are_alike(name, self._becomes(job, {name: value}, name), job.knobs[name])
+        }
+
+    def _are_alike(self, name: str, one: Any, other: Any) -> bool:
+        are_sizes = REGISTRY[name].unit == "elements" and isinstance(one, int) and isinstance(other, int)
+        return one == other or (are_sizes and abs(one - other) <= self.sizes.block // 100)
 
     def nearest(self, job: JobConfig) -> Choices:
         """The point of the space with each knob as near as it can be to that of a configuration."""
@@ -141,27 +169,31 @@ class SearchPlan:
     def _nearest(self, dimension: Dimension, job: JobConfig) -> Any:
         name, wanted = dimension.name, job.knobs[dimension.name]
 
-        def distance(value: Any) -> float:
+        def distance(value: Any) -> tuple[bool, float]:
             becomes = self._becomes(job, {name: value}, name)
-            if becomes == wanted:
-                return 0.0
-            are_sizes = all(
-                isinstance(size, int) and not isinstance(size, bool) for size in (becomes, wanted)
-            )
-            return float(abs(becomes - wanted)) if are_sizes else inf
+            return becomes != wanted, abs(self._as_size(becomes) - self._as_size(wanted))
 
         return min(self._candidates(dimension, wanted), key=distance)
+
+    def _as_size(self, value: Any) -> float:
+        """A value on a scale: without a bound lies beyond all sizes; of words, all are alike."""
+        if value is None:
+            return float(_UNBOUNDED)
+        if value == "block":
+            return float(self.sizes.block)
+        return float(value) if isinstance(value, (int, float)) else 0.0
 
     def _becomes(self, job: JobConfig, choice: Choices, name: str) -> Any:
         """What a knob of ``job`` becomes by one choice; ``None`` where that cannot stand beside its other knobs."""
         if name == _MICRO:
-            return self.configure(choice).train.micro_batch_size
+            return self._micro_batch(choice)
         # Whether the knob has a meaning is for the caller to know: conditions are met by the job itself.
         met = {parent: job.knobs[parent] for parent in self.space[name].when}
         try:
-            return self.space.apply({**met, **choice}, self.sizes, job).knobs[name]
+            applied = self.space.apply({**met, **choice}, self.sizes, job)
         except UsageError:
             return None
+        return applied.model_copy(update={"zero": resolve_knobs(applied.zero, self.sizes.block)}).knobs[name]
 
     def _candidates(self, dimension: Dimension, wanted: Any) -> Iterator[Any]:
         if dimension.values is not None:

@@ -20,7 +20,7 @@ from zerotune.search.configuration import canonical_key
 from zerotune.search.dimensions import Choices, draw, enumerate_all, suggest, to_parameters
 from zerotune.search.feasibility import Outcome, is_feasible, memory_violation, what_to_tell
 from zerotune.search.plan import SearchPlan
-from zerotune.search.turns import together, turned_from_defaults
+from zerotune.search.turns import nothing_turned, one_knob_turned, together
 
 _ASKED_AGAIN = 5
 """Repetitions that the sampler is forgiven before something is drawn at random."""
@@ -39,7 +39,7 @@ class Proposal:
         trial: Optuna's trial that stands for it.
         job: Every knob a number.
         key: Its canonical key.
-        source: ``baseline``, ``file``, ``retry``, ``one knob``, ``combined``, ``sampler`` or ``random``.
+        source: ``baseline``, ``file``, ``retry``, ``start``, ``one knob``, ``combined``, ``sampler`` or ``random``.
     """
 
     trial: optuna.trial.Trial
@@ -115,29 +115,44 @@ class Proposer:
         """What is to be tried whatever the sampler thinks."""
         for source, job in (("baseline", self.plan.baseline), ("file", self.plan.from_file)):
             if job is not None and canonical_key(job) not in self.known:
-                choices = self.plan.choices_of(job)
-                yield source, _Wanted(job, None if choices is None else self._parameters(choices))
+                yield source, self._exactly(job)
         for frozen in self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,)):
             row = self._rows.get(frozen.user_attrs.get(_RUN_ID, ""))
             if row is not None and frozen.params and canonical_key(row.config) not in self.known:
                 yield "retry", _Wanted(row.config, dict(frozen.params))
-        if self.plan.search.sampler == "tpe" and is_feasible(self.known[self.plan.baseline_key]):
-            for choices in turned_from_defaults(self.plan):
-                if self._key(choices) not in self.known:
-                    yield "one knob", self._wanted(choices)
-            combined = together(self.plan, self.known)
-            if combined is not None and self._key(combined) not in self.known:
-                yield "combined", self._wanted(combined)
+        if self.plan.search.sampler == "tpe":
+            yield from self._turns()
+
+    def _turns(self) -> Iterator[tuple[str, _Wanted]]:
+        """One knob turned at a time, and what helped together, unless what they begin from does not fit."""
+        start = nothing_turned(self.plan)
+        if start.key not in self.known:
+            yield "start", self._exactly(start.job)
+            return
+        if not is_feasible(self.known[start.key]):
+            return
+        for turn in one_knob_turned(self.plan):
+            if turn.key not in self.known:
+                yield "one knob", self._exactly(turn.job)
+        combined = together(self.plan, self.known)
+        if combined is not None and combined.key not in self.known:
+            yield "combined", self._exactly(combined.job)
+
+    def _exactly(self, job: JobConfig) -> _Wanted:
+        choices = self.plan.choices_of(job)
+        return _Wanted(job, None if choices is None else self._parameters(choices))
 
     def _ask(self, source: str, wanted: _Wanted | None = None) -> Proposal | None:
         """Ask for a trial; ``None`` if it stands for something known, which the sampler is then told."""
         if wanted is not None and wanted.parameters is not None:
             self.study.enqueue_trial(wanted.parameters)
         trial = self.study.ask()
-        if wanted is not None and wanted.parameters is None:
-            job = wanted.job  # not a point of the space: the sampler learns nothing from it
-        else:
+        if wanted is None:
             job = self.plan.configure(suggest(trial, self.plan.space.dimensions))
+        else:
+            job = wanted.job
+            if wanted.parameters is not None:  # else the sampler learns nothing from it
+                suggest(trial, self.plan.space.dimensions)
         key = canonical_key(job)
         if key not in self.known:
             return Proposal(trial, job, key, source)
@@ -186,7 +201,7 @@ class Proposer:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A configuration to try in any case, with Optuna's parameters for it, if it is a point of the space."""
+    """A configuration to try in any case, with Optuna's parameters of the point of the space that stands for it, if one does."""
 
     job: JobConfig
     parameters: dict[str, Any] | None
