@@ -46,20 +46,24 @@ def measured(
     count: int = 1,
     **knobs: object,
 ) -> tuple[Schedule, Profile, Knobs]:
-    """What a step that releases after each use would show: these seconds, and so many bytes beside live elements."""
+    """What a step that releases after each use would show: these seconds, and so many bytes beside full parameters."""
     block = layout.largest_block
     settled = resolve_knobs(
         Knobs(param_persistence_threshold=0, **{"prefetch_distance": block} | knobs),  # type: ignore[arg-type]
         block,
     )
     schedule = compile_schedule(trace, settled, layout)
-    followed = replay(schedule, layout, compute_s, profile_of(link))
+    rows = layout.ranks - 1  # a rank sends itself nothing
+    followed = replay(
+        schedule, layout, compute_s, profile_of(link).model_copy(update={"gathered_rows": rows})
+    )
     loads = followed.loads[:-1]
     one = PassProfile(
         order=trace.digest,
         count=count,
         compute_s=tuple(compute_s),
-        acting_bytes=tuple(b + load.acting_live * 4 for b, load in zip(others, loads, strict=True)),
-        computing_bytes=tuple(b + load.live * 4 for b, load in zip(others, loads, strict=True)),
+        acting_bytes=tuple(b + load.acting_held * 4 for b, load in zip(others, loads, strict=True)),
+        computing_bytes=tuple(b + load.held * 4 for b, load in zip(others, loads, strict=True)),
     )
-    return schedule, Profile(step_s=followed.seconds * count + 1.0, link=link, passes=(one,)), settled
+    step_s = followed.seconds * count + 1.0
+    return schedule, Profile(step_s=step_s, link=link, passes=(one,), gathered_rows=rows), settled

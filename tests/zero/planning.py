@@ -12,7 +12,8 @@ from torch import nn
 from tests.zero.jobs import make_model, make_optimizer, mean_loss, micro_batches
 from zerotune.config.knobs import Knobs
 from zerotune.engine.allocations import CpuAllocations
-from zerotune.records import ByteClass
+from zerotune.predict import replay
+from zerotune.records import ByteClass, Link, Profile
 from zerotune.schedule import ReleasePlan
 
 GENEROUS = 2**40
@@ -125,3 +126,26 @@ def train_by_hand(rank: int, size: int, plans: dict[int, ReleasePlan], precision
     trained = Trained(losses, engine.full_state_dict(), engine._executor.plan, [], True, live, peak=full)
     engine.close()
     return trained
+
+
+def full_at_peak(rank: int, size: int, knobs: dict[str, Any], plan: ReleasePlan) -> tuple[int, int]:
+    """Bytes of full parameters and gather buffers at their peak in a step: counted, and replayed from its schedule."""
+    import zerotune
+
+    module = make_model("gpt")
+    every = Knobs(**{"param_persistence_threshold": 0} | knobs)
+    engine = zerotune.ZeroEngine(module, make_optimizer("adamw", module.parameters()), every)
+    engine._use_plan(plan)
+    counted = 0
+    for step in range(4):
+        engine.flush()
+        engine.ledger.begin()
+        for x, y in micro_batches(rank, size, 1, step):
+            engine.backward(mean_loss(engine(x), y))
+        engine.step()
+        counted = engine.ledger.end().peak[ByteClass.FULL]
+    (schedule,) = engine.schedules
+    profile = Profile(step_s=0.0, link=Link(), passes=(), gathered_rows=size - 1)
+    found = replay(schedule, engine.layout, [0.0] * len(schedule.actions), profile)
+    engine.close()
+    return counted, 4 * max(load.acting_held for load in found.loads)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.zero.planning import GENEROUS, Trained, train, train_by_hand
+from tests.zero.planning import GENEROUS, Trained, full_at_peak, train, train_by_hand
 from zerotune.config.errors import UsageError
 from zerotune.config.knobs import Knobs
 from zerotune.schedule import ReleasePlan
@@ -50,6 +50,20 @@ def test_a_budget_is_kept(room: int) -> None:
     assert_same_bits(found, plain)
     assert len({one.plan for one in found}) == 1 and all(one.is_settled for one in found)
     assert max(one.peak for one in found) <= peak + room
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "plan", [ReleasePlan(), ReleasePlan(kept=frozenset(range(8)))], ids=["released", "kept"]
+)
+@pytest.mark.parametrize("bucket", [1, 20_000], ids=["alone", "together"])
+def test_what_full_parameters_take_is_predicted_to_the_byte(
+    ranks: int, plan: ReleasePlan, bucket: int
+) -> None:
+    """A unit under way has a buffer for the other ranks' rows alone: less than a complete one."""
+    knobs = {"prefetch_distance": 20_000, "allgather_bucket_size": bucket}
+    for counted, predicted in run_on_ranks(ranks, full_at_peak, knobs, plan, limit=LIMIT_S):
+        assert counted == predicted
 
 
 def test_a_budget_that_cannot_be_met_is_said_in_one_line() -> None:

@@ -4,8 +4,8 @@ What a plan costs and needs is read off a replay of the schedules it gives. Ever
 a plan too, and is looked at first, so that by prediction none that fits is better than what is chosen. Few units are
 searched through; for many, plans of a regular shape are tried and the best of them improved unit by unit.
 
-Bytes at an event are those that were measured there, less the live elements of the schedule that was followed and the
-units that persisted, plus those of the plan in question. Seconds are scaled so that what was followed is predicted to
+Bytes at an event are those that were measured there, less what full parameters and gather buffers took under the schedule that
+was followed, persistent units among them, plus what they take under the plan in question. Seconds are scaled so that what was followed is predicted to
 take what it took.
 """
 
@@ -121,9 +121,9 @@ class Predictor:
         for load, acting, computing in zip(
             followed.loads, one.acting_bytes, one.computing_bytes, strict=False
         ):
-            after = computing - load.live * size - persisted
+            after = computing - load.held * size - persisted
             # When within its actions an event held most is not known: no less than before and after them.
-            others.append((max(acting - load.acting_live * size - persisted, before, after), after))
+            others.append((max(acting - load.acting_held * size - persisted, before, after), after))
             before = after
         return others
 
@@ -141,7 +141,7 @@ class Predictor:
                 peak = max((peak, *one.acting_bytes, *one.computing_bytes))  # as measured
                 continue
             for load, (acting, computing) in zip(found.loads, others, strict=False):
-                most = max(acting + load.acting_live * size, computing + load.live * size)
+                most = max(acting + load.acting_held * size, computing + load.held * size)
                 peak = max(peak, most + persistent)
             if others:  # the refresh after the step has a gather buffer for all of them
                 peak = max(peak, others[-1][1] + 2 * persistent)

@@ -1,4 +1,4 @@
-"""A schedule replayed against two clocks and a counter: compute, the link, and live elements.
+"""A schedule replayed against two clocks and two counters: compute, the link, live elements, and what has memory.
 
 Compute goes from event to event in the seconds that were measured. The link carries one collective after the other, in
 the order of issue; an action that waits holds compute up until the link has got so far. Where communication takes
@@ -25,6 +25,9 @@ class EventLoad:
         handled_bytes: Bytes copied out of gather buffers, and into and out of reduce buckets.
         acting_live: Largest number of live elements meanwhile, padded, gather buffers included.
         live: Live elements afterwards.
+        acting_held: Largest number of elements meanwhile that full parameters and gather buffers have memory for: a unit
+            under way takes less than a complete one where a rank sends itself nothing.
+        held: The same afterwards.
     """
 
     collectives: int = 0
@@ -32,6 +35,8 @@ class EventLoad:
     handled_bytes: float = 0.0
     acting_live: int = 0
     live: int = 0
+    acting_held: int = 0
+    held: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class _Clocks:
     link_free: float = 0.0  # when the link has carried all that was issued
     exposed_s: float = 0.0
     live: int = 0
+    held: int = 0
     loads: list[EventLoad] = field(default_factory=list)
     gathers: dict[int, tuple[tuple[int, ...], float]] = field(
         default_factory=dict
@@ -90,7 +96,7 @@ class _Clocks:
 
     def act(self, actions: Iterable[Action]) -> None:
         """Carry out what the schedule says of one event."""
-        self.load = EventLoad(acting_live=self.live)
+        self.load = EventLoad(acting_live=self.live, acting_held=self.held)
         self.loads.append(self.load)
         for action in actions:
             match action:
@@ -100,14 +106,14 @@ class _Clocks:
                     for unit in units:
                         self._land(unit)
                 case Release(units=units):
-                    self.live -= sum(self.layout.padded(unit) for unit in units)
+                    self._add(-self._elements(units))
                 case Collect(params=params):
                     self._handle(sum(map(self.layout.param_padded, params)) * self.profile.reduce_itemsize)
                 case Reduce(bucket=bucket):
                     self.reductions.append((bucket, self._issue(self._travelling_bytes(bucket))))
                 case Drain(keep=keep):
                     self._drain(keep)
-        self.load.live = self.live
+        self.load.live, self.load.held = self.live, self.held
 
     def finish(self) -> None:
         """Wait for all that is under way."""
@@ -115,10 +121,9 @@ class _Clocks:
         self._stand_until(self.link_free)
 
     def _gather(self, units: tuple[int, ...]) -> None:
-        elements = sum(self.layout.padded(unit) for unit in units)
+        elements = self._elements(units)
         landing = self._issue(elements * self.profile.gather_itemsize)
-        self.live += elements
-        self._note_peak(self.live)
+        self._add(elements, self._in_buffers(units))
         for unit in units:
             self.gathers[unit] = (units, landing)
 
@@ -127,11 +132,27 @@ class _Clocks:
             return
         units, landing = self.gathers[unit]
         self._stand_until(landing)
-        elements = sum(self.layout.padded(member) for member in units)
-        self._note_peak(self.live + elements)  # the storages beside the buffer, which goes then
+        elements = self._elements(units)
+        self._add(elements)  # the storages, beside the buffers, which go then
+        self._add(-elements, -self._in_buffers(units))
         self._handle(elements * self.profile.gather_itemsize)
         for member in units:
             del self.gathers[member]
+
+    def _elements(self, units: Iterable[int]) -> int:
+        return sum(self.layout.padded(unit) for unit in units)
+
+    def _in_buffers(self, units: Sequence[int]) -> int:
+        """Elements that the buffers of one gather have room for: the rows it brings, and where it is of several units their
+        slices in a row."""
+        rows = self.layout.ranks if self.profile.gathered_rows is None else self.profile.gathered_rows
+        return self._elements(units) // self.layout.ranks * (rows + (len(units) > 1))
+
+    def _add(self, live: int, held: int | None = None) -> None:
+        self.live += live
+        self.held += live if held is None else held
+        self.load.acting_live = max(self.load.acting_live, self.live)
+        self.load.acting_held = max(self.load.acting_held, self.held)
 
     def _drain(self, keep: int) -> None:
         while len(self.reductions) > keep:
@@ -175,6 +196,3 @@ class _Clocks:
     def _handle(self, nbytes: float) -> None:
         self.load.handled_bytes += nbytes
         self.now += nbytes * self.profile.link.handled_s_per_byte
-
-    def _note_peak(self, live: int) -> None:
-        self.load.acting_live = max(self.load.acting_live, live)

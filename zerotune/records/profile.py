@@ -56,6 +56,7 @@ class Profile(Record):
         reduce_itemsize: Bytes of an element that is reduced.
         overlaps: Whether communication runs beside compute.
         left_out: For every unit, the share of its reductions' bytes that is zeros and does not travel; empty for none.
+        gathered_rows: Rows that a gather has a buffer for: those of all ranks (``None``), or of all others.
     """
 
     step_s: float
@@ -65,6 +66,7 @@ class Profile(Record):
     reduce_itemsize: int = 4
     overlaps: bool = True
     left_out: tuple[float, ...] = ()
+    gathered_rows: int | None = None
 
     @property
     def peak_bytes(self) -> int:

@@ -350,6 +350,7 @@ class Planner:
             reduce_itemsize=reduced,
             overlaps=self._knobs.overlap_comm,
             left_out=left_out,
+            gathered_rows=self._comm.rows_received,
         )
 
     def _agree_on_bytes(self, held: list[int] | None) -> bool:
