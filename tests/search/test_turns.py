@@ -119,6 +119,27 @@ def test_what_the_file_sets_beside_the_space_stays_in_every_turn(bench: Bench) -
     assert not any(turn.zero.overlap_comm for turn in turns)
 
 
+def test_planned_is_turned_to_with_the_budget_of_the_file(bench: Bench) -> None:
+    space = (
+        "knobs:\n  release: [after_use, planned]\n  prefetch_distance: {relative_to: block, values: [0, 4]}\n"
+    )
+    _, workers = bench(plan_of(make_job(trials=4, zero={"memory_budget": 300 * MIB}), space), far_and_kept)
+    assert [job.zero.memory_budget for job in workers.trials if job.zero.release == "planned"] == [
+        300 * MIB
+    ] * 2
+
+
+def test_a_distance_alone_in_a_space_is_turned_beside_the_release_of_the_file(bench: Bench) -> None:
+    space = (
+        "knobs:\n  max_reuse_distance: {relative_to: block, values: [1, 2]}\n  overlap_comm: [true, false]\n"
+    )
+    job = make_job(trials=4, zero={"release": "reuse", "max_reuse_distance": BLOCK})
+    _, workers = bench(plan_of(job, space), far_and_kept)
+    assert [job.zero.release for job in workers.trials] == ["after_use", *["reuse"] * 4][
+        : len(workers.trials)
+    ]
+
+
 def test_a_search_for_memory_turns_sizes_down(bench: Bench) -> None:
     _, workers = bench(plan_of(make_job(trials=8, objective="memory"), WIDE), far_and_kept)
     turns = [changes(job, workers.trials[0]) for job in workers.trials[1:5]]

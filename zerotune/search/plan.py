@@ -114,7 +114,8 @@ class SearchPlan:
     def from_defaults(self, choices: Choices) -> JobConfig:
         """The configuration with these choices, and the defaults for what else the space turns, every knob a number."""
         turns = {dimension.name for dimension in self.space}
-        turns = turns | _OF_RELEASE if "release" in turns else turns - _OF_RELEASE
+        if "release" not in turns:
+            turns -= _OF_RELEASE  # the file's, like what they belong to
         return self._configure(choices, self.job.with_knobs({name: knob_default(name) for name in turns}))
 
     def _configure(self, choices: Choices, base: JobConfig) -> JobConfig:
