@@ -107,17 +107,15 @@ def out_of_memory_above_eight(job: JobConfig) -> Point:
 
 
 def test_the_sampler_learns_to_keep_away_from_running_out_of_memory(bench: Bench) -> None:
-    """S08: who knows nothing runs out of memory in three of four trials; the best feasible one wins, nothing is a fake
-    number."""
+    """S08: the share of trials that run out of memory falls, the best feasible one wins, nothing is a fake number."""
     job = make_job(global_batch=5040, micro=1, trials=30)
     space = micro_space().replace("high: 64", "high: 48")
     result, _ = bench(plan_of(job, space), out_of_memory_above_eight)
-    fitting = [out_of_memory_above_eight(run.config).step_s for run in result.trials if run.measurement]
-    assert out_of_memory_above_eight(result.best.config).step_s == min(fitting)
-    assert result.best.config.train.micro_batch_size in (10, 12)
+    assert result.best.config.train.micro_batch_size == 12
     ooms = [run.status is Status.OOM_DEVICE for run in result.trials]
-    by_chance = 36 / 48  # the sizes above twelve
-    assert 0 < sum(ooms[15:]) < 0.6 * by_chance * 15
+    early, late = ooms[:15], ooms[15:]
+    assert sum(early) > 0
+    assert sum(late) < sum(early)
     assert result.counts["oom_device"] == sum(ooms)
     study = optuna.load_study(study_name=result.study, storage=bench.store.open_optuna_storage())
     for trial in study.trials:

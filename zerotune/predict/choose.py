@@ -4,9 +4,9 @@ What a plan costs and needs is read off a replay of the schedules it gives. Ever
 a plan too, and is looked at first, so that by prediction none that fits is better than what is chosen. Few units are
 searched through; for many, plans of a regular shape are tried and the best of them improved unit by unit.
 
-Bytes at an event are those that were measured there, less what full parameters and gather buffers took under the schedule that
-was followed, persistent units among them, plus what they take under the plan in question. Seconds are scaled so that what was followed is predicted to
-take what it took.
+Bytes at an event are those that were measured there, less what full parameters and gather buffers took under the schedule
+that was followed, persistent units among them, plus what they take under the plan in question. Seconds are scaled so that
+what was followed is predicted to take what it took.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import warnings
 
 import optuna
 
-STARTUP_TRIALS = 7
-"""Trials before TPE has enough to go by."""
+STARTUP_TRIALS = 9
+"""Trials before TPE has enough to go by; those that turn one knob each say little of two together."""
 
 # A resumed search must not draw the same numbers again: they would only repeat what is known.
 _SEED_STRIDE = 100_003
