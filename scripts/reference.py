@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from zerotune.records import Interval
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "results" / "reference"
 JOB = ROOT / "examples" / "bench.yaml"
@@ -186,6 +188,11 @@ def head(columns: Sequence[str]) -> list[str]:
 def ratio(interval: Mapping[str, float]) -> str:
     """``0.950 [0.932, 0.968]``."""
     return f"{interval['median']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
+
+
+def shown(interval: Interval) -> str:
+    """The same of an interval that was worked out here."""
+    return ratio({"median": interval.value, "low": interval.low, "high": interval.high})
 
 
 def mebibytes(amount: float | None) -> str:

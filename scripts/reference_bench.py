@@ -28,12 +28,12 @@ from reference import (
     publish,
     ratio,
     row,
+    shown,
 )
 
 from zerotune.config.load import load_job
 from zerotune.models.build import build_model
 from zerotune.models.units import largest_block
-from zerotune.records import Interval
 from zerotune.train.measure import paired_ratio
 
 ENGINES = (
@@ -149,11 +149,11 @@ def comparisons(document: Document) -> dict[str, str]:
         "best / DDP": (best, "ddp"),
         "best / DeepSpeed, its better setting": (best, fastest("deepspeed")),
     }
-    shown = {
-        what: _shown(paired_ratio(times[mine], times[theirs])) if mine in times and theirs in times else ""
+    compared = {
+        what: shown(paired_ratio(times[mine], times[theirs])) if mine in times and theirs in times else ""
         for what, (mine, theirs) in asked.items()
     }
-    return shown | {"defaults / own limit": ratio(document["ratios"]["zerotune/limit"])}
+    return compared | {"defaults / own limit": ratio(document["ratios"]["zerotune/limit"])}
 
 
 def _no_larger(document: Document, peer: str) -> str:
@@ -170,11 +170,7 @@ def _no_larger(document: Document, peer: str) -> str:
         return "none"
     best = min(ours, key=lambda name: median(engines[name]["round_times_s"]))
     over = paired_ratio(engines[best]["round_times_s"], engines[peer]["round_times_s"])
-    return f"`{best}`: {_shown(over)}"
-
-
-def _shown(interval: Interval) -> str:
-    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+    return f"`{best}`: {shown(over)}"
 
 
 def _cell(engine: str, document: Document) -> str:

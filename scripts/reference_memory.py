@@ -7,7 +7,7 @@ Run it on a quiet machine with two cores and the right to make network namespace
 
 from __future__ import annotations
 
-from reference import LINKS, Benchmark, Document, head, label, measure, mebibytes, parser, publish, row
+from reference import LINKS, Benchmark, Document, head, label, measure, mebibytes, parser, publish, row, shown
 
 from zerotune.records import Interval
 from zerotune.train.measure import paired_ratio
@@ -37,10 +37,6 @@ def against(document: Document, engine: str) -> Interval:
     return paired_ratio(mine, theirs)
 
 
-def _shown(interval: Interval) -> str:
-    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-
-
 def table(documents: dict[str, Document]) -> str:
     lines = [
         "# The least memory",
@@ -63,7 +59,7 @@ def table(documents: dict[str, Document]) -> str:
             if figures["peak_memory_bytes"] is None:
                 continue
             peak = figures["peak_memory_bytes"]
-            time = "" if engine == "zerotune:lean" else _shown(against(document, engine))
+            time = "" if engine == "zerotune:lean" else shown(against(document, engine))
             cells = [
                 engine,
                 f"{figures['step_time_s'] * 1e3:.0f}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from reference import LINKS, Benchmark, Document, head, label, measure, mebibytes, parser, publish, row
+from reference import LINKS, Benchmark, Document, head, label, measure, mebibytes, parser, publish, row, shown
 
 from zerotune.records import Interval
 from zerotune.train.measure import paired_ratio
@@ -70,8 +70,8 @@ def table(documents: dict[str, Document]) -> str:
             *head(["setting for all units", "step ms", "peak memory"]),
         ]
         for name in ("zerotune", *(f"zerotune:{name}" for name in GLOBAL)):
-            shown = f"`{GLOBAL[name.partition(':')[2]]}`" if ":" in name else "the defaults (`after_use`)"
-            lines.append(row([shown, _ms(engines[name]), mebibytes(engines[name]["peak_memory_bytes"])]))
+            setting = f"`{GLOBAL[name.partition(':')[2]]}`" if ":" in name else "the defaults (`after_use`)"
+            lines.append(row([setting, _ms(engines[name]), mebibytes(engines[name]["peak_memory_bytes"])]))
         lines += [
             "",
             *head(["budget", "planned: step ms", "peak memory", "the best for all units", "planned over it"]),
@@ -79,7 +79,6 @@ def table(documents: dict[str, Document]) -> str:
         for mib in BUDGETS_MIB:
             planned = f"zerotune:at-{mib}"
             best = best_global(document, mib * _MIB)
-            ratio = over(document, planned, best)
             lines.append(
                 row(
                     [
@@ -87,7 +86,7 @@ def table(documents: dict[str, Document]) -> str:
                         _ms(engines[planned]),
                         mebibytes(engines[planned]["peak_memory_bytes"]),
                         f"`{best.partition(':')[2] or 'after_use'}`",
-                        f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]",
+                        shown(over(document, planned, best)),
                     ]
                 )
             )
