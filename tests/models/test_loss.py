@@ -36,7 +36,7 @@ def both(
     words=st.sampled_from([1, 2, 17, 1000, 30_000]),
     size=st.sampled_from([0.0, 1.0, 40.0]),
     ignored=st.sampled_from([0.0, 0.3, 1.0]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
 def test_values_are_those_of_torch(
@@ -47,10 +47,12 @@ def test_values_are_those_of_torch(
     targets = torch.randint(words, (rows,), generator=generator)
     targets[torch.rand(rows, generator=generator) < ignored] = IGNORED
     (ours, our_grad), (theirs, their_grad) = both(logits, targets, scale=0.25)
-    assert ours.dtype is torch.float32 and our_grad.dtype is dtype
-    torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=1e-4)
-    loose = 1e-6 if dtype is torch.float32 else 5e-3
-    torch.testing.assert_close(our_grad.double(), their_grad, rtol=loose, atol=1e-6)
+    double = dtype is torch.float64
+    assert ours.dtype is (torch.float64 if double else torch.float32) and our_grad.dtype is dtype
+    rtol, atol = (1e-12, 1e-12) if double else (2e-6, 1e-4)
+    torch.testing.assert_close(ours.double(), theirs, rtol=rtol, atol=atol)
+    rtol, atol = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-6, 1e-6)}.get(dtype, (5e-3, 1e-6))
+    torch.testing.assert_close(our_grad.double(), their_grad, rtol=rtol, atol=atol)
     assert not our_grad[targets == IGNORED].any()
 
 

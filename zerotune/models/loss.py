@@ -3,7 +3,7 @@
 For R positions and V words torch's own keeps the logarithms of the probabilities until backward, and has two more
 tensors of that size alive in the middle of backward, all fp32. Here backward has the logits, in the dtype in which they
 came, and the gradient that it is making, nothing else of that size; what is fp32 is a few rows at a time. That moment is
-the one at which a training step takes the most memory.
+the one at which a training step takes the most memory. Logits of double precision are worked on in theirs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, logits_RV: Tensor, targets_R: Tensor, ignored: int) -> Tensor:
         counts_R = targets_R != ignored
         targets_R1 = targets_R.where(counts_R, 0)[:, None]
-        losses_R = torch.empty(len(logits_RV), dtype=torch.float32, device=logits_RV.device)
+        dtype = _sum_dtype(logits_RV)
+        losses_R = torch.empty(len(logits_RV), dtype=dtype, device=logits_RV.device)
         for rows in _chunks(logits_RV):
-            logs = torch.log_softmax(logits_RV[rows], 1, dtype=torch.float32)
+            logs = torch.log_softmax(logits_RV[rows], 1, dtype=dtype)
             torch.neg(logs.gather(1, targets_R1[rows])[:, 0], out=losses_R[rows])
         ctx.save_for_backward(logits_RV, targets_R1, counts_R)
         return losses_R.where(counts_R, 0.0).sum()
@@ -37,20 +38,21 @@ class _CrossEntropySum(torch.autograd.Function):
         """The gradient of a row is its probabilities, less one for the target."""
         logits_RV, targets_R1, counts_R = ctx.saved_tensors
         grads_RV = torch.empty_like(logits_RV)
+        dtype = _sum_dtype(logits_RV)
         weights_R1 = (counts_R * grad)[:, None]
         for rows in _chunks(logits_RV):
             target = grads_RV[rows]
-            found = (
-                target
-                if target.dtype is torch.float32
-                else target.new_empty(target.shape, dtype=torch.float32)
-            )
-            torch.softmax(logits_RV[rows], 1, dtype=torch.float32, out=found)
+            found = target if target.dtype is dtype else target.new_empty(target.shape, dtype=dtype)
+            torch.softmax(logits_RV[rows], 1, dtype=dtype, out=found)
             found.scatter_add_(1, targets_R1[rows], found.new_full((1, 1), -1.0).expand(len(found), 1))
             found.mul_(weights_R1[rows])
             if found is not target:
                 target.copy_(found)
         return grads_RV, None, None
+
+
+def _sum_dtype(logits_RV: Tensor) -> torch.dtype:
+    return torch.promote_types(logits_RV.dtype, torch.float32)
 
 
 def _chunks(logits_RV: Tensor) -> list[slice]:
@@ -61,7 +63,7 @@ def _chunks(logits_RV: Tensor) -> list[slice]:
 
 
 def cross_entropy_sum(logits_RV: Tensor, targets_R: Tensor, ignored: int) -> Tensor:
-    """Sum of the cross-entropies of all rows whose target counts, in fp32.
+    """Sum of the cross-entropies of all rows whose target counts, in fp32; in fp64 of fp64 logits.
 
     Args:
         logits_RV: Of any floating dtype  # [R, V]
@@ -69,7 +71,7 @@ def cross_entropy_sum(logits_RV: Tensor, targets_R: Tensor, ignored: int) -> Ten
         ignored: The target of rows that do not count.
 
     Returns:
-        fp32; the gradient is no function to be differentiated again  # scalar
+        fp32 or fp64; the gradient is no function to be differentiated again  # scalar
     """
     loss: Tensor = _CrossEntropySum.apply(logits_RV, targets_R, ignored)
     return loss
