@@ -24,7 +24,7 @@ from zerotune.engine import LedgerKeeper, RankGroup, slots
 from zerotune.engine.guard import CollectiveFailed
 from zerotune.zero import direct, neighbours, wiring
 from zerotune.zero.comm import Communicator
-from zerotune.zero.flights import Place
+from zerotune.zero.flights import Place, place_of
 
 
 def value(sender: int, receiver: int, number: int) -> float:
@@ -188,7 +188,9 @@ def hang_up(rank: int, size: int) -> tuple[str, float]:
         work.wait()
     seconds = time.monotonic() - started
     landed: list[BaseException | None] = []
-    found.exchange(1, {1: large.data_ptr()}, {1: Place(large.data_ptr(), 8)}, (large,), landed.append)
+    found.exchange(
+        1, {1: [Place(large.data_ptr(), 8)]}, {1: [Place(large.data_ptr(), 8)]}, (large,), landed.append
+    )
     assert len(landed) == 1 and isinstance(landed[0], RuntimeError), "it would be waited for in vain"
     return failed.value.message, seconds
 
@@ -269,7 +271,7 @@ def offer_after_the_end(rank: int, size: int, carrier: str) -> None:
         thread.join(2)  # the session's own go on
     row = torch.zeros(2)
     landed: list[BaseException | None] = []
-    found.exchange(1, {1 - rank: row.data_ptr()}, {1 - rank: Place(row.data_ptr(), 8)}, (row,), landed.append)
+    found.exchange(1, {1 - rank: [place_of(row)]}, {1 - rank: [place_of(row)]}, (row,), landed.append)
     assert len(landed) == 1 and isinstance(landed[0], RuntimeError), "it would be waited for in vain"
 
 
@@ -303,10 +305,11 @@ def test_the_groups_own_time_out_holds(carrier: str) -> None:
 
 def read_what_is_not_there(rank: int, size: int) -> None:
     buffer = ctypes.create_string_buffer(16)
+    here = [Place(ctypes.addressof(buffer), 16)]
     with pytest.raises(OSError):
-        neighbours.read_memory(os.getpid(), 16, ctypes.addressof(buffer), 16)
+        neighbours.read_memory(os.getpid(), [Place(16, 16)], here)
     with pytest.raises(OSError):
-        neighbours.read_memory(2**22 + 5, ctypes.addressof(buffer), ctypes.addressof(buffer), 16)
+        neighbours.read_memory(2**22 + 5, here, here)
 
 
 def test_reading_what_is_not_there_is_an_error() -> None:

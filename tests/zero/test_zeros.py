@@ -23,7 +23,7 @@ MANY = 64
 
 def unpacked(packed: bytes, nbytes: int) -> bytearray:
     row = bytearray(b"\xff" * nbytes)
-    unpack(memoryview(packed), memoryview(row))
+    unpack(memoryview(packed), [memoryview(row)])
     return row
 
 

@@ -5,13 +5,14 @@ from zerotune.schedule.buckets import Bucket
 from zerotune.schedule.compile import compile_schedule
 from zerotune.schedule.layout import Layout, ParamRef, ParamSize, UnitSize
 from zerotune.schedule.on_demand import OnDemand
-from zerotune.schedule.padding import padded_numel, slice_bounds, slice_numel
+from zerotune.schedule.padding import SLICE_MULTIPLE, padded_numel, slice_bounds, slice_numel
 from zerotune.schedule.plan import ReleasePlan, UnitChoice
 from zerotune.schedule.resolve import resolve_knobs
 from zerotune.schedule.schedule import Saving, Schedule
 from zerotune.schedule.trace import Event, EventKind, PassKey, Phase, Trace
 
 __all__ = [
+    "SLICE_MULTIPLE",
     "Action",
     "Bucket",
     "Collect",

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,9 @@ from zerotune.zero.flights import Flights, Place
 
 _EXIT_S = 3.0
 """How long what is open may take once nobody waits for it: the next step's first gathers, which all ranks have issued."""
+
+MOST_PIECES = 512
+"""Of a row, at most: the kernel takes 1024 at a time, and a message to a neighbour holds as many addresses."""
 
 LOOK_S = 0.1
 """How often a thread that is to end looks whether it may."""
@@ -44,8 +47,8 @@ class Carrier(ABC):
     def exchange(
         self,
         key: int,
-        sources: Mapping[int, int],
-        places: Mapping[int, Place],
+        sources: Mapping[int, Sequence[Place]],
+        places: Mapping[int, Sequence[Place]],
         keep: tuple[torch.Tensor, ...],
         landed: Callable[[BaseException | None], None],
     ) -> int:
@@ -53,8 +56,9 @@ class Carrier(ABC):
 
         Args:
             key: 63 bits, the same for this collective on every rank, and of no other that is open.
-            sources: Address of what each gets; as many bytes as its own place has.
-            places: Where each one's row goes.
+            sources: Where the row is that each gets, in pieces, at most ``MOST_PIECES``; of as many bytes as its own
+                place has.
+            places: Where each one's row goes, in pieces, which need not be those in which it is sent.
             keep: The tensors that these are in.
             landed: Called, perhaps from another thread, once all have come and gone, or with what went wrong.
 

@@ -21,7 +21,7 @@ are counted apart from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -32,6 +32,7 @@ from zerotune.engine.guard import TAG_ELEMENTS, Waitable, install_guard, waited_
 from zerotune.engine.ledger import PendingCollective
 from zerotune.records import CollectiveKind
 from zerotune.zero.direct import Direct, Landing, direct_between, timeout_of, unprofiled
+from zerotune.zero.flights import Place
 
 _AS_IT_IS = nullcontext()
 
@@ -132,6 +133,11 @@ class Communicator:
         """Rows that gathers and exchanges put into their output: of all ranks, or of all others where a rank sends itself
         nothing (gloo)."""
         return self._group.size - (self._direct is not None)
+
+    @property
+    def carries_pieces(self) -> bool:
+        """Whether :meth:`exchange_pieces` does."""
+        return self._direct is not None and self._direct.carries_pieces
 
     def own_row(self, own: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
         """This rank's row, where gathers and exchanges do not bring it, and whose it is.
@@ -253,6 +259,35 @@ class Communicator:
             )
 
         return self._start("reduce", issue, pending, number)
+
+    def exchange_pieces(
+        self,
+        sources: Mapping[int, Sequence[Place]],
+        places: Mapping[int, Sequence[Place]],
+        keep: tuple[torch.Tensor, ...],
+        elements: int,
+        purpose: str,
+        units: Sequence[str],
+    ) -> Work:
+        """As :meth:`exchange`, of rows that are wherever they are; only where it :attr:`carries_pieces`.
+
+        Args:
+            sources: For every other rank, where what it gets is.
+            places: For every other rank, where what it sends goes; of as many bytes.
+            keep: The tensors of one dtype that these are in.
+            elements: Of all ranks' rows, N * W.
+            purpose: For the ledger.
+            units: For the ledger.
+        """
+        pending, number = self._log(CollectiveKind.REDUCE_SCATTER, purpose, units, elements, keep[0].itemsize)
+        direct = self._direct
+        assert direct is not None
+        return self._start(
+            "reduce",
+            lambda: direct.exchange_pieces(sources, places, keep, self._key(number)),
+            pending,
+            number,
+        )
 
     def reduce_scatter(
         self, output: torch.Tensor, rows: torch.Tensor, purpose: str, units: Sequence[str]

@@ -19,7 +19,7 @@ import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -180,6 +180,11 @@ class Direct:
         self._by_gloo = [r for r in others if not any(r in ranks for _, ranks in self._carriers)]
         self._waiter: _Waiter | None = None
 
+    @property
+    def carries_pieces(self) -> bool:
+        """Whether rows may be in pieces, of which gloo, where it has to carry some, knows nothing."""
+        return not self._by_gloo
+
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, key: int) -> Landing:
         """Receive every other rank's shard.
 
@@ -189,6 +194,28 @@ class Direct:
             key: 63 bits, the same for this collective on every rank, and of no other that is open.
         """
         return self._start(output, shard, 0, key)
+
+    def exchange_pieces(
+        self,
+        sources: Mapping[int, Sequence[Place]],
+        places: Mapping[int, Sequence[Place]],
+        keep: tuple[torch.Tensor, ...],
+        key: int,
+    ) -> Landing:
+        """Send rows to every other rank, receive one of each, from and to wherever they are; see :attr:`carries_pieces`.
+
+        Args:
+            sources: What each gets, piece by piece.
+            places: Where each one's goes, piece by piece; of as many bytes.
+            keep: The tensors that these are in.
+            key: 63 bits, the same for this collective on every rank, and of no other that is open.
+        """
+        landing = Landing(len(self._carriers))
+        for carrier, ranks in self._carriers:
+            landing.left_out_bytes += carrier.exchange(
+                key, {r: sources[r] for r in ranks}, {r: places[r] for r in ranks}, keep, landing.part_landed
+            )
+        return landing
 
     def exchange(self, output: torch.Tensor, rows: torch.Tensor, key: int) -> Landing:
         """Send row r to every other rank r, receive row ``rank`` of theirs.
@@ -216,8 +243,8 @@ class Direct:
         for carrier, ranks in self._carriers:
             landing.left_out_bytes += carrier.exchange(
                 key,
-                {r: source + r * step for r in ranks},
-                {r: Place(place + (r - (r > self._rank)) * row, row) for r in ranks},
+                {r: [Place(source + r * step, row)] for r in ranks},
+                {r: [Place(place + (r - (r > self._rank)) * row, row)] for r in ranks},
                 (output, sent),
                 landing.part_landed,
             )

@@ -7,7 +7,7 @@ there and every row of this rank's has been taken.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,10 +15,28 @@ import torch
 
 
 class Place(NamedTuple):
-    """Where a row goes."""
+    """Where a row is, or a piece of one."""
 
     address: int
     nbytes: int
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Where a contiguous tensor is."""
+    return Place(tensor.data_ptr(), tensor.nbytes)
+
+
+def bytes_in(places: Iterable[Place]) -> int:
+    """Of all pieces together."""
+    return sum(place.nbytes for place in places)
+
+
+def after(places: Iterable[Place], count: int) -> Iterator[Place]:
+    """What is left of pieces behind their first ``count`` bytes."""
+    for address, nbytes in places:
+        if count < nbytes:
+            yield Place(address + count, nbytes - count)
+        count = max(count - nbytes, 0)
 
 
 @dataclass(eq=False)
@@ -26,13 +44,13 @@ class Flight:
     """A collective under way.
 
     Attributes:
-        places: Where rows that have not come yet go, by the rank they come from.
+        places: Where rows that have not come yet go, piece by piece, by the rank they come from.
         takers: Ranks that have not taken theirs.
         landed: Called once, from any thread, at its end; with what went wrong, if something did.
         keep: The tensors that all this is in; they must stay until it has ended.
     """
 
-    places: dict[int, Place]
+    places: dict[int, Sequence[Place]]
     takers: set[int]
     landed: Callable[[BaseException | None], None]
     keep: tuple[torch.Tensor, ...]

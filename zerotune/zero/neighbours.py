@@ -22,7 +22,7 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,13 +30,15 @@ import torch.distributed as dist
 
 from zerotune.engine import slots
 from zerotune.engine.meeting import agreed_by_both, said_by_all
-from zerotune.zero.carrier import LOOK_S, Carrier
-from zerotune.zero.flights import Flight, Place
+from zerotune.zero.carrier import LOOK_S, MOST_PIECES, Carrier
+from zerotune.zero.flights import Flight, Place, after, bytes_in
 
 SWITCH = "ZEROTUNE_NEIGHBOURS"
 """Environment variable; 0 turns it off."""
 
-_MESSAGE = struct.Struct("<BqQ")  # what, key, address
+_MESSAGE = struct.Struct("<Bq")  # what, key; with what is ready, where it is, piece by piece
+_PIECE = struct.Struct("<QQ")
+_LONGEST = _MESSAGE.size + MOST_PIECES * _PIECE.size
 _READY, _DONE = 0, 1
 _HELLO = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")
@@ -67,26 +69,32 @@ def _process_vm_readv() -> Callable[..., int] | None:
 _READ = _process_vm_readv()
 
 
-def read_memory(pid: int, source: int, target: int, nbytes: int) -> None:
+def read_memory(pid: int, sources: Sequence[Place], targets: Sequence[Place]) -> None:
     """Copy from another process.
 
     Args:
         pid: Which.
-        source: Address there.
-        target: Address here.
-        nbytes: How much.
+        sources: Pieces there.
+        targets: Pieces here, of as many bytes together; at most ``MOST_PIECES`` of either.
 
     Raises:
         OSError: It is not allowed, the process is gone, or has nothing there.
     """
     if _READ is None:
         raise OSError("there is no process_vm_readv here")
-    while nbytes:
-        copied = _READ(pid, _Extent(target, nbytes), 1, _Extent(source, nbytes), 1, 0)
+    missing = bytes_in(targets)
+    while missing:
+        copied = _READ(pid, _extents(targets), len(targets), _extents(sources), len(sources), 0)
         if copied <= 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-        source, target, nbytes = source + copied, target + copied, nbytes - copied
+        missing -= copied
+        if missing:
+            sources, targets = list(after(sources, copied)), list(after(targets, copied))
+
+
+def _extents(places: Sequence[Place]) -> ctypes.Array[_Extent]:
+    return (_Extent * len(places))(*(_Extent(*place) for place in places))
 
 
 @dataclass
@@ -95,8 +103,8 @@ class _Peer:
 
     pid: int
     connection: socket.socket
-    ready: dict[int, int] = field(default_factory=dict)
-    """Addresses by key, of collectives that it came to first."""
+    ready: dict[int, list[Place]] = field(default_factory=dict)
+    """Where its rows are, by key, of collectives that it came to first."""
     unsent: deque[bytes] = field(default_factory=deque)
     """Messages that the connection had no room for."""
     is_gone: bool = False
@@ -122,8 +130,8 @@ class Neighbours(Carrier):
     def exchange(
         self,
         key: int,
-        sources: Mapping[int, int],
-        places: Mapping[int, Place],
+        sources: Mapping[int, Sequence[Place]],
+        places: Mapping[int, Sequence[Place]],
         keep: tuple[torch.Tensor, ...],
         landed: Callable[[BaseException | None], None],
     ) -> int:
@@ -131,8 +139,9 @@ class Neighbours(Carrier):
         flight = Flight(dict(places), set(sources), landed, keep)
         with self._lock:
             ended = self._flights.begin(key, flight)
-            for rank, address in sources.items():
-                self._send(self._peers[rank], _MESSAGE.pack(_READY, key, address))
+            for rank, pieces in sources.items():
+                where = b"".join(_PIECE.pack(*piece) for piece in pieces)
+                self._send(self._peers[rank], _MESSAGE.pack(_READY, key) + where)
             wakes = any(key in peer.ready or peer.is_gone or peer.unsent for peer in self._peers.values())
         if ended is not None:
             self._flights.end(key, flight, ended)
@@ -188,7 +197,7 @@ class Neighbours(Carrier):
         """Take one message of a neighbour, if there is one; returns whether it is still there."""
         peer = self._peers[rank]
         try:
-            message = peer.connection.recv(_MESSAGE.size)
+            message = peer.connection.recv(_LONGEST)
         except BlockingIOError:
             return True
         except ConnectionResetError:
@@ -197,15 +206,16 @@ class Neighbours(Carrier):
             return False
         if len(message) < _MESSAGE.size:
             return False
-        what, key, address = _MESSAGE.unpack(message)
+        what, key = _MESSAGE.unpack_from(message)
+        sources = [Place(*piece) for piece in _PIECE.iter_unpack(message[_MESSAGE.size :])]
         with self._lock:
             flight = self._flights.get(key)
             if what == _READY and flight is None:
-                peer.ready[key] = address  # this rank has not come to it
+                peer.ready[key] = sources  # this rank has not come to it
                 return True
         if flight is not None:
             if what == _READY:
-                self._fetch(key, flight, rank, address)
+                self._fetch(key, flight, rank, sources)
             else:
                 self._flights.row_left(key, flight, rank)
         return True
@@ -220,24 +230,23 @@ class Neighbours(Carrier):
                 if key in peer.ready
             ]
             gone = [rank for rank, peer in self._peers.items() if peer.is_gone]
-        for key, rank, address in waiting:
+        for key, rank, sources in waiting:
             flight = self._flights.get(key)
             if flight is not None:  # it may have failed meanwhile
-                self._fetch(key, flight, rank, address)
+                self._fetch(key, flight, rank, sources)
         for rank in gone:
             self._lose(rank)
 
-    def _fetch(self, key: int, flight: Flight, rank: int, address: int) -> None:
+    def _fetch(self, key: int, flight: Flight, rank: int, sources: Sequence[Place]) -> None:
         peer = self._peers[rank]
-        place = flight.places[rank]
         try:
-            read_memory(peer.pid, address, place.address, place.nbytes)
+            read_memory(peer.pid, sources, flight.places[rank])
         except OSError as error:
             failure = RuntimeError(f"rank {rank} could not be read from: {error.strerror}")
             self._flights.end(key, flight, failure)
             return
         with self._lock:
-            self._send(peer, _MESSAGE.pack(_DONE, key, 0))
+            self._send(peer, _MESSAGE.pack(_DONE, key))
         self._flights.row_came(key, flight, rank)
 
     def _lose(self, rank: int) -> None:
@@ -302,7 +311,7 @@ def _holds(pid: int, address: int, expected: str) -> bool:
     """Whether another process can be read from, and is the one that is meant."""
     found = ctypes.create_string_buffer(_TOKEN_BYTES)
     try:
-        read_memory(pid, address, ctypes.addressof(found), _TOKEN_BYTES)
+        read_memory(pid, [Place(address, _TOKEN_BYTES)], [Place(ctypes.addressof(found), _TOKEN_BYTES)])
     except OSError:
         return False
     return found.raw.hex() == expected

@@ -1,10 +1,20 @@
-"""Reducing gradients over ranks to the shards, bucket by bucket."""
+"""Reducing gradients over ranks to the shards, bucket by bucket.
+
+[Note: gradients that stay]
+Where rows may travel in pieces, full gradients are sent from where autograd put them, and stay there until they have been
+taken: a bucket is then no memory, but the order in which they travel. They are copied into a buffer, flattened, padded and
+split, where that cannot be: on NCCL, for a missing gradient, or one that is a part of something larger. What pads them
+on their way is read from zeros that are there for that.
+Of what comes, the row of the first other rank lands in the shards' gradients if these are empty and fp32, and the rest is
+added to it.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 
@@ -12,9 +22,11 @@ import torch
 
 from zerotune.engine import LedgerKeeper
 from zerotune.records import ByteClass
-from zerotune.schedule import Bucket, Layout, ParamRef
+from zerotune.schedule import SLICE_MULTIPLE, Bucket, Layout, ParamRef, slice_bounds
+from zerotune.zero.carrier import MOST_PIECES
 from zerotune.zero.collector import Collector, add_into
 from zerotune.zero.comm import Communicator, Work
+from zerotune.zero.flights import Place, place_of
 from zerotune.zero.pool import BufferPool
 from zerotune.zero.shards import ShardedParam, ShardStore
 
@@ -28,9 +40,10 @@ class _Members:
     Args:
         bucket: The bucket.
         shards: Where its members are.
+        ranks: Number of ranks, N.
     """
 
-    def __init__(self, bucket: Bucket, shards: ShardStore) -> None:
+    def __init__(self, bucket: Bucket, shards: ShardStore, ranks: int) -> None:
         self.bucket = bucket
         self.params = [shards[ref] for ref in bucket.params]
         self.owners = [param.param for param in self.params]
@@ -38,8 +51,13 @@ class _Members:
         self.units = list(dict.fromkeys(ref.unit for ref in bucket.params))
         self.sizes = [param.slice for param in self.params]
         self.width = sum(self.sizes)
-        self.are_even = all(0 < param.numel == param.rows.shape[0] * param.slice for param in self.params)
+        self.are_even = all(0 < param.numel == ranks * param.slice for param in self.params)
         """Whether none of them is padded, nor empty."""
+        self.may_travel_in_pieces = 2 * len(self.params) <= MOST_PIECES
+        self.bounds = [
+            [slice_bounds(param.numel, ranks, rank) for param in self.params] for rank in range(ranks)
+        ]
+        """For every rank, where its slice of each begins and ends, without padding."""
         ends = list(accumulate(self.sizes))
         self.columns = {
             ref: slice(end - size, end)
@@ -53,26 +71,47 @@ class _Members:
 
 @dataclass
 class _Filling:
-    """A bucket that gradients are copied into: row r goes to rank r."""
+    """A bucket that is being filled: by gradients that stay where they are, until one cannot; then all are copied.
+
+    Attributes:
+        members: Whose gradients.
+        stay: Those that have come and stay, flat  # N * S of each, 1D
+        rows: Where they are copied to; row r goes to rank r  # [N, W]
+        collected: Whose have come.
+    """
 
     members: _Members
-    rows: torch.Tensor  # [N, W]
+    stay: dict[ParamRef, torch.Tensor] = field(default_factory=dict)
+    rows: torch.Tensor | None = None
     collected: list[Sequence[ParamRef]] = field(default_factory=list)
 
 
 @dataclass
 class _InFlight:
-    """A bucket being reduced."""
+    """A bucket being reduced.
+
+    Attributes:
+        members: Whose gradients.
+        work: The collective.
+        sent: The bucket  # [N * W]; or gradients that stay where they are, one by one  # N * S of each, 1D
+        stays: Whether they do.
+        received: Rows to be summed, of all ranks, of all others, or of those whose row does not land in the shards'
+            gradients, if there are any; or their sum  # [R * W]
+        is_sum: Which of these.
+        landing: The rank whose row lands in the shards' gradients, if one does.
+    """
 
     members: _Members
     work: Work
-    sent: torch.Tensor
-    received: torch.Tensor  # rows to be summed, of all ranks or of all others, or their sum, [W]
-    is_sum: bool
+    sent: list[torch.Tensor]
+    stays: bool
+    received: torch.Tensor | None
+    is_sum: bool = False
+    landing: int | None = None
 
 
 class Reducer(Collector):
-    """Copies gradients into buckets, and adds their sums over ranks to the shards' gradients.
+    """Sends gradients, bucket by bucket, and adds their sums over ranks to the shards' gradients.
 
     How many buckets exist at a time is the schedule's decision: it drains some before it begins another.
 
@@ -105,28 +144,22 @@ class Reducer(Collector):
         self._members: dict[int, _Members] = {}
         self._filling: dict[int, _Filling] = {}
         self._in_flight: deque[_InFlight] = deque()
+        self._padding = torch.zeros(SLICE_MULTIPLE * layout.ranks, dtype=dtype)  # no parameter has more
 
     def collect(self, index: int, bucket: Bucket, refs: Sequence[ParamRef]) -> None:
-        """Copy full gradients into a bucket and free them."""
+        """Take full gradients into a bucket: note where they are, or copy and free them."""
         filling = self._filling.get(index)
         if filling is None:
-            filling = self._filling[index] = self._start(bucket)
+            filling = self._filling[index] = _Filling(self._members_of(bucket))
         members = filling.members
         is_whole = len(refs) == len(members.params)
         params = members.params if is_whole else [self._shards[ref] for ref in refs]
         owners = members.owners if is_whole else [param.param for param in params]
         grads = self._full(params, owners)
-        if (
-            is_whole
-            and members.are_even
-            and all(grad is not None and grad.dtype is self._dtype for grad in grads)
-        ):
-            # What is whole and needs no padding goes in one operation.
-            flat = [grad.detach().reshape(-1) for grad in grads if grad is not None]
-            torch._chunk_cat(flat, 0, self._ranks, out=filling.rows)
+        if filling.rows is None and members.may_travel_in_pieces and self._may_stay(grads):
+            self._stay(filling, refs, grads)
         else:
-            for ref, param, grad in zip(refs, params, grads, strict=True):
-                _copy_rows(filling.rows[:, members.columns[ref]], grad, param.numel)
+            self._copy(filling, refs, params, grads)
         self._drop(params, owners, grads)
         self._uncount(grads)
         self._collected.append(refs)
@@ -135,17 +168,22 @@ class Reducer(Collector):
     def reduce(self, index: int) -> None:
         filling = self._filling.pop(index)
         members = filling.members
-        sent = filling.rows.view(-1)
-        is_sum = not self._comm.sums_in_exchange(self._dtype)
-        if is_sum:
-            received = self._take(members.width, torch.float32)
-            work = self._comm.reduce_scatter(received, sent, "gradient", members.names)
-        else:
+        if filling.rows is None:
+            reduction = self._send_pieces(members, [filling.stay[ref] for ref in members.bucket.params])
+        elif self._comm.sums_in_exchange(self._dtype):
+            sent = filling.rows.view(-1)
             received = self._take(members.width * self._comm.rows_received, self._dtype)
             work = self._comm.exchange(received, sent, "gradient", members.names)
-            if work.left_out or self.left_out:
-                self.left_out.update(dict.fromkeys(members.units, work.left_out))
-        self._in_flight.append(_InFlight(members, work, sent, received, is_sum))
+            reduction = _InFlight(members, work, [sent], False, received)
+        else:
+            sent = filling.rows.view(-1)
+            received = self._take(members.width, torch.float32)
+            work = self._comm.reduce_scatter(received, sent, "gradient", members.names)
+            reduction = _InFlight(members, work, [sent], False, received, is_sum=True)
+        left_out = reduction.work.left_out
+        if left_out or self.left_out:
+            self.left_out.update(dict.fromkeys(members.units, left_out))
+        self._in_flight.append(reduction)
 
     def drain(self, keep: int = 0) -> None:
         while len(self._in_flight) > keep:
@@ -157,9 +195,10 @@ class Reducer(Collector):
 
     def _lose(self, reduction: _InFlight) -> None:
         """Keep what a collective that will not end may still read or write."""
-        for buffer in (reduction.sent, reduction.received):
-            self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
-            self._pool.lose(buffer)
+        for buffer in (*reduction.sent, reduction.received):
+            if buffer is not None:
+                self._ledger.add(ByteClass.GRADIENT, -buffer.nbytes)
+                self._pool.lose(buffer)
 
     def abandon(self) -> None:
         unfinished = list(self._filling)
@@ -168,13 +207,15 @@ class Reducer(Collector):
             collected = set(chain.from_iterable(filling.collected))
             for ref in filling.members.bucket.params:
                 if ref not in collected:
-                    filling.rows[:, filling.members.columns[ref]].zero_()
+                    self._rows_of(filling)[:, filling.members.columns[ref]].zero_()
             self.drain(keep=1)
             self.reduce(index)
 
     def clear(self) -> None:
         for filling in self._filling.values():
-            self._give(filling.rows.view(-1))
+            if filling.rows is not None:
+                self._give(filling.rows.view(-1))
+            self._count_stayed(-1, filling.stay.values())
         self._filling.clear()
         self.drain()
         super().clear()
@@ -184,25 +225,126 @@ class Reducer(Collector):
 
     # ----------------------------------------------------------------------------------------------- inside
 
-    def _start(self, bucket: Bucket) -> _Filling:
+    def _members_of(self, bucket: Bucket) -> _Members:
         members = self._members.get(id(bucket))
         if members is None or members.bucket is not bucket:
             if len(self._members) >= _REMEMBERED:
                 self._members.clear()  # of schedules that are long gone
-            members = self._members[id(bucket)] = _Members(bucket, self._shards)
-        rows = self._take(self._ranks * members.width, self._dtype)
-        return _Filling(members, rows.view(self._ranks, members.width))
+            members = self._members[id(bucket)] = _Members(bucket, self._shards, self._ranks)
+        return members
+
+    def _may_stay(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether gradients can be sent from where they are: each is all of its memory, and travels as it is."""
+        return self._comm.carries_pieces and all(
+            grad is not None
+            and grad.dtype is self._dtype
+            and grad.is_contiguous()
+            and grad.untyped_storage().nbytes() == grad.nbytes
+            for grad in grads
+        )
+
+    def _stay(
+        self, filling: _Filling, refs: Sequence[ParamRef], grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        for ref, grad in zip(refs, grads, strict=True):
+            assert grad is not None
+            filling.stay[ref] = grad.detach().view(-1)
+        self._count_stayed(1, grads)
+
+    def _count_stayed(self, sign: int, grads: Iterable[torch.Tensor | None]) -> None:
+        self._ledger.add(ByteClass.GRADIENT, sign * sum(grad.nbytes for grad in grads if grad is not None))
+
+    def _copy(
+        self,
+        filling: _Filling,
+        refs: Sequence[ParamRef],
+        params: Sequence[ShardedParam],
+        grads: Sequence[torch.Tensor | None],
+    ) -> None:
+        rows, members = self._rows_of(filling), filling.members
+        if (
+            len(refs) == len(members.params)
+            and members.are_even
+            and all(grad is not None and grad.dtype is self._dtype for grad in grads)
+        ):
+            # What is whole and needs no padding goes in one operation.
+            flat = [grad.detach().reshape(-1) for grad in grads if grad is not None]
+            torch._chunk_cat(flat, 0, self._ranks, out=rows)
+        else:
+            for ref, param, grad in zip(refs, params, grads, strict=True):
+                _copy_rows(rows[:, members.columns[ref]], grad, param.numel)
+
+    def _rows_of(self, filling: _Filling) -> torch.Tensor:
+        """Where gradients are copied to  # [N, W]; from now on all of the bucket are, those that had come first."""
+        if filling.rows is None:
+            members = filling.members
+            filling.rows = self._take(self._ranks * members.width, self._dtype).view(
+                self._ranks, members.width
+            )
+            for ref, grad in filling.stay.items():
+                _copy_rows(filling.rows[:, members.columns[ref]], grad, grad.numel())
+            self._count_stayed(-1, filling.stay.values())
+            filling.stay.clear()
+        return filling.rows
+
+    def _send_pieces(self, members: _Members, grads: list[torch.Tensor]) -> _InFlight:
+        """Reduce gradients that stay where they are  # each 1D, not padded"""
+        comm = self._comm
+        others = [rank for rank in range(self._ranks) if rank != comm.rank]
+        addresses = [grad.data_ptr() for grad in grads]
+        sources = {rank: self._places(members, addresses, rank) for rank in others}
+        targets: list[torch.Tensor] = []
+        if (
+            self._dtype is torch.float32
+            and self._are_empty_units(members)
+            and not self._is_under_way(members)
+        ):
+            made = [self._shards.new_grads(unit) for unit in members.units]
+            targets = [flat for flat in made if flat is not None]
+        places = {others[0]: [place_of(target) for target in targets]}
+        keep = [*grads, *targets]
+        received = None
+        rest = others[1:] if targets else others
+        if rest:
+            received = self._take(members.width * len(rest), self._dtype)
+            keep.append(received)
+            rows = received.view(len(rest), members.width).unbind()
+            places |= {rank: [place_of(into)] for rank, into in zip(rest, rows, strict=True)}
+        elements = members.width * self._ranks
+        work = comm.exchange_pieces(sources, places, tuple(keep), elements, "gradient", members.names)
+        return _InFlight(members, work, grads, True, received, landing=others[0] if targets else None)
+
+    def _places(self, members: _Members, addresses: Sequence[int], rank: int) -> list[Place]:
+        """Where a rank's slices of gradients are that begin at these addresses, and what pads them."""
+        itemsize, padding = self._dtype.itemsize, self._padding.data_ptr()
+        places: list[Place] = []
+        for address, (start, end), size in zip(addresses, members.bounds[rank], members.sizes, strict=True):
+            if end > start:
+                places.append(Place(address + start * itemsize, (end - start) * itemsize))
+            if end - start < size:
+                places.append(Place(padding, (size - end + start) * itemsize))
+        return places
+
+    def _is_under_way(self, members: _Members) -> bool:
+        """Whether another bucket with parameters of the same units is."""
+        units = set(members.units)
+        return any(not units.isdisjoint(other.members.units) for other in self._in_flight)
 
     def _finish(self, reduction: _InFlight) -> None:
         reduction.work.wait()
         members = reduction.members
-        if not reduction.is_sum and self._are_empty_units(members):
-            self._sum_into(members.units, self._rows_to_sum(reduction))
+        if reduction.landing is not None:
+            self._add_to_landed(reduction, reduction.landing)
+        elif not reduction.is_sum and self._are_empty_units(members):
+            with self._rows_to_sum(reduction) as rows:
+                self._sum_into(members.units, rows)
         else:
             summed = reduction.received
             if not reduction.is_sum:
                 summed = self._take(members.width, torch.float32)
-                _sum_rows(summed, self._rows_to_sum(reduction))
+                with self._rows_to_sum(reduction) as rows:
+                    _sum_rows(summed, rows)
+            assert summed is not None
             for unit in members.units:
                 self._shards.make_grads(unit)
             if self._replicate:
@@ -213,13 +355,49 @@ class Reducer(Collector):
                 self._give(summed)
         for param in members.params:
             param.has_grad = True
-        self._give(reduction.sent)
-        self._give(reduction.received)
+        if reduction.stays:
+            self._count_stayed(-1, reduction.sent)
+        else:
+            self._give(*reduction.sent)
+        if reduction.received is not None:
+            self._give(reduction.received)
 
-    def _rows_to_sum(self, reduction: _InFlight) -> list[torch.Tensor]:
+    def _add_to_landed(self, reduction: _InFlight, landing: int) -> None:
+        """Add the other rows, in rank order, to the one that lies in the shards' gradients. That it comes first, and not
+        after this rank's own where that is rank 0, changes no bit of a sum of two."""
+        members = reduction.members
+        sums = [param.grad for param in members.params if param.grad is not None]
+        others = () if reduction.received is None else reduction.received.split(members.width)
+        rows = iter(others)
+        for rank in range(self._ranks):
+            if rank == self._comm.rank:
+                own = self._own_pieces(reduction)
+                torch._foreach_add_([s[: len(o)] for s, o in zip(sums, own, strict=True)], own)
+            elif rank != landing:
+                torch._foreach_add_(sums, next(rows).split(members.sizes))
+
+    def _own_pieces(self, reduction: _InFlight) -> list[torch.Tensor]:
+        """This rank's slices of gradients that stay where they are, without padding  # each 1D"""
+        bounds = reduction.members.bounds[self._comm.rank]
+        return [grad[start:end] for grad, (start, end) in zip(reduction.sent, bounds, strict=True)]
+
+    @contextmanager
+    def _rows_to_sum(self, reduction: _InFlight) -> Iterator[list[torch.Tensor]]:
         """Every rank's row, in rank order  # N of [W]"""
-        own = reduction.sent.view(self._ranks, reduction.members.width)[self._comm.rank]
-        return self._comm.rows_in_order(reduction.received, own)
+        assert reduction.received is not None
+        width = reduction.members.width
+        if reduction.stays:
+            own = self._take(width, self._dtype)
+            for row, piece in zip(
+                own.split(reduction.members.sizes), self._own_pieces(reduction), strict=True
+            ):
+                row[: len(piece)].copy_(piece)
+                row[len(piece) :].zero_()
+            yield self._comm.rows_in_order(reduction.received, own)
+            self._give(own)
+        else:
+            own = reduction.sent[0].view(self._ranks, width)[self._comm.rank]
+            yield self._comm.rows_in_order(reduction.received, own)
 
     def _are_empty_units(self, members: _Members) -> bool:
         """Whether these are all that trains of their units, in order, none of which has a gradient yet: then the sum is

@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 from zerotune.zero.carrier import LOOK_S, Carrier
-from zerotune.zero.flights import Flight, Place
+from zerotune.zero.flights import Flight, Place, bytes_in
 from zerotune.zero.wiring import connect
-from zerotune.zero.zeros import Packed, most_bytes, pack, unpack
+from zerotune.zero.zeros import Packed, may_pack, most_bytes, pack, unpack
 
 _HEADER = struct.Struct("<QQ?")  # key, bytes that follow, whether they are a packed row
 _WAKE_BYTES = 512 * 1024
@@ -67,8 +67,8 @@ class _Wire:
     """Of the row that is coming."""
     flight: Flight | None = None
     """Where it belongs, once this rank has come to it."""
-    missing: memoryview = field(default_factory=lambda: memoryview(b""))
-    """What has not come of its place, or of what is packed."""
+    missing: list[memoryview] = field(default_factory=list)
+    """What has not come of its place, piece by piece, or of what is packed."""
     packed: memoryview | None = None
     """Where a packed row is put together."""
     stalls_at: int | None = None
@@ -80,24 +80,43 @@ class _Wire:
     is_gone: bool = False
 
 
-def _bytes_at(address: int, nbytes: int) -> memoryview:
-    if not nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+def _bytes_at(places: Iterable[Place]) -> list[memoryview]:
+    """The memory of pieces, without those that have none."""
+    return [
+        memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        for address, nbytes in places
+        if nbytes
+    ]
 
 
-def _rows(
-    sources: Mapping[int, int], places: Mapping[int, Place]
-) -> dict[int, Packed | tuple[memoryview, ...]]:
+def _rows(sources: Mapping[int, Sequence[Place]]) -> dict[int, Packed | list[memoryview]]:
     """What each rank is sent, packed if it is mostly zeros; once for all ranks that are sent the same."""
-    found: dict[int, Packed | tuple[memoryview, ...]] = {}
-    by_address: dict[int, Packed | tuple[memoryview, ...]] = {}
-    for rank, address in sources.items():
-        if address not in by_address:
-            whole = _bytes_at(address, places[rank].nbytes)
-            by_address[address] = pack(whole) or (whole,)
-        found[rank] = by_address[address]
+    found: dict[int, Packed | list[memoryview]] = {}
+    by_places: dict[tuple[Place, ...], Packed | list[memoryview]] = {}
+    for rank, places in sources.items():
+        same = tuple(places)
+        if same not in by_places:
+            pieces = _bytes_at(places)
+            by_places[same] = _packed(pieces) or pieces
+        found[rank] = by_places[same]
     return found
+
+
+def _packed(pieces: Sequence[memoryview]) -> Packed | None:
+    if not any(map(may_pack, pieces)):
+        return None
+    return pack(pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)))
+
+
+def _without(pieces: list[memoryview], count: int) -> None:
+    """Take the first ``count`` bytes off."""
+    whole = 0
+    while whole < len(pieces) and count >= len(pieces[whole]):
+        count -= len(pieces[whole])
+        whole += 1
+    del pieces[:whole]
+    if count:
+        pieces[0] = pieces[0][count:]
 
 
 class Wires(Carrier):
@@ -125,13 +144,13 @@ class Wires(Carrier):
     def exchange(
         self,
         key: int,
-        sources: Mapping[int, int],
-        places: Mapping[int, Place],
+        sources: Mapping[int, Sequence[Place]],
+        places: Mapping[int, Sequence[Place]],
         keep: tuple[torch.Tensor, ...],
         landed: Callable[[BaseException | None], None],
     ) -> int:
         """Send a row to ranks, and receive one from each."""
-        rows = _rows(sources, places)  # before anything waits for it: it may find no memory
+        rows = _rows(sources)  # before anything waits for it: it may find no memory
         flight = Flight(dict(places), set(sources), landed, keep)
         with self._flights.lock:
             ended = self._flights.begin(key, flight)
@@ -144,7 +163,7 @@ class Wires(Carrier):
         left_out = 0
         for rank, row in rows.items():
             nbytes = sum(part.nbytes for part in row)
-            left_out += places[rank].nbytes - nbytes
+            left_out += bytes_in(places[rank]) - nbytes
             header = memoryview(_HEADER.pack(key, nbytes, isinstance(row, Packed)))
             self._send(self._wires[rank], _Row(key, flight, [header, *(part for part in row if part)]))
         return left_out
@@ -170,11 +189,8 @@ class Wires(Carrier):
                     with contextlib.suppress(OSError):
                         wire.connection.shutdown(socket.SHUT_RDWR)
                     raise
-                while first.parts and count >= len(first.parts[0]):
-                    count -= len(first.parts.pop(0))
-                if first.parts:
-                    first.parts[0] = first.parts[0][count:]
-                else:
+                _without(first.parts, count)
+                if not first.parts:
                     # With the lock: the other may have what it waits for, and hang up.
                     gone = wire.outgoing.popleft()
                     self._flights.row_left(gone.key, gone.flight, wire.rank)
@@ -224,18 +240,20 @@ class Wires(Carrier):
     def _receive(self, wire: _Wire) -> bool:
         """Take what has come; returns whether the rank is still there."""
         while self._has_place(wire):
-            target = wire.missing if wire.flight else memoryview(wire.header)[wire.header_filled :]
             try:
-                count = wire.connection.recv_into(target)
+                if wire.flight:
+                    count = wire.connection.recvmsg_into(wire.missing)[0]
+                else:
+                    count = wire.connection.recv_into(memoryview(wire.header)[wire.header_filled :])
             except BlockingIOError:
-                self._wake_at(wire, min(len(target), _WAKE_BYTES) if wire.flight else 1)
+                self._wake_at(wire, min(sum(map(len, wire.missing)), _WAKE_BYTES) if wire.flight else 1)
                 return True
             except OSError:
                 return False
             if not count:
                 return False
             if wire.flight:
-                wire.missing = wire.missing[count:]
+                _without(wire.missing, count)
             else:
                 wire.header_filled += count
         return True
@@ -248,9 +266,9 @@ class Wires(Carrier):
                     return True
                 key, flight = wire.key, wire.flight
                 if wire.packed is not None:
-                    unpack(wire.packed, _bytes_at(*flight.places[wire.rank]))
+                    unpack(wire.packed, _bytes_at(flight.places[wire.rank]))
                     wire.packed = None
-                wire.flight, wire.missing = None, memoryview(b"")
+                wire.flight = None
                 self._flights.row_came(key, flight, wire.rank)
             if wire.header_filled < _HEADER.size:
                 return True
@@ -263,13 +281,14 @@ class Wires(Carrier):
                     self._watch(wire)
             if flight_there is None:
                 return False
-            place = flight_there.places[wire.rank]
-            if nbytes > most_bytes(place.nbytes) if is_packed else nbytes != place.nbytes:
-                raise ValueError(f"{nbytes} bytes from rank {wire.rank} where {place.nbytes} are due")
+            places = flight_there.places[wire.rank]
+            due = bytes_in(places)
+            if nbytes > most_bytes(due) if is_packed else nbytes != due:
+                raise ValueError(f"{nbytes} bytes from rank {wire.rank} where {due} are due")
             wire.key, wire.flight, wire.header_filled = key, flight_there, 0
             if is_packed:
                 wire.packed = memoryview(bytearray(nbytes))
-            wire.missing = _bytes_at(*place) if wire.packed is None else wire.packed
+            wire.missing = _bytes_at(places) if wire.packed is None else [wire.packed]
 
     def _wake_at(self, wire: _Wire, count: int) -> None:
         if wire.wakes_at != count:

@@ -8,6 +8,7 @@ block that says whether it does. The other end puts zeros in place of the rest: 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,19 +51,25 @@ def _bytes_of(array: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> memoryvie
     return array.reshape(-1).view(np.uint8).data
 
 
+def may_pack(row: memoryview) -> bool:
+    """Whether it is worth the while to look through a row, or a piece of one."""
+    count = row.nbytes // BLOCK_BYTES
+    if count < _LEAST_BLOCKS:
+        return False
+    probes = range(0, count * BLOCK_BYTES, -(-count // _PROBES) * BLOCK_BYTES)
+    return sum(row[at : at + BLOCK_BYTES] != _NOTHING for at in probes) <= _PROBES // 2
+
+
 def pack(row: memoryview) -> Packed | None:
     """A row without its zeros, if there are many; the blocks and what tells of them are copies.
 
     Args:
         row: Its bytes.
     """
+    if not may_pack(row):
+        return None
     count = row.nbytes // BLOCK_BYTES
-    if count < _LEAST_BLOCKS:
-        return None
     whole = count * BLOCK_BYTES
-    probes = range(0, whole, -(-count // _PROBES) * BLOCK_BYTES)
-    if sum(row[at : at + BLOCK_BYTES] != _NOTHING for at in probes) > _PROBES // 2:
-        return None
     blocks = _blocks_of(row, count)
     held = np.asarray(blocks.any(axis=1))
     if int(np.count_nonzero(held)) > _MOST_HELD * count:
@@ -75,16 +82,25 @@ def most_bytes(nbytes: int) -> int:
     return nbytes + nbytes // BLOCK_BYTES
 
 
-def unpack(packed: memoryview, row: memoryview) -> None:
+def unpack(packed: memoryview, pieces: Sequence[memoryview]) -> None:
     """Put a packed row in its place.
 
     Args:
         packed: The three parts of :class:`Packed`, one after the other.
-        row: Where it goes; all of it is written.
+        pieces: Where it goes, piece after piece; all of it is written.
 
     Raises:
         ValueError: It is not as long as it says.
     """
+    if len(pieces) != 1:
+        whole = memoryview(bytearray(sum(piece.nbytes for piece in pieces)))
+        unpack(packed, [whole])
+        start = 0
+        for piece in pieces:
+            piece[:] = whole[start : start + piece.nbytes]
+            start += piece.nbytes
+        return
+    (row,) = pieces
     count = row.nbytes // BLOCK_BYTES
     held = np.frombuffer(packed[:count], np.bool_)
     tail = count * BLOCK_BYTES

@@ -1,0 +1,275 @@
+"""Gradients that are sent from where autograd put them: every bit arrives, and nothing is copied first."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_on_ranks
+from tests.zero.test_direct import CARRIERS, group_of
+from zerotune.config.knobs import Knobs
+from zerotune.engine import LedgerKeeper
+from zerotune.records import ByteClass
+from zerotune.schedule import Bucket, ParamRef
+from zerotune.zero.comm import Communicator
+from zerotune.zero.flights import Place, after, bytes_in, place_of
+
+
+def test_what_is_left_of_pieces() -> None:
+    pieces = [Place(100, 3), Place(200, 0), Place(300, 5)]
+    assert bytes_in(pieces) == 8
+    for count in range(9):
+        left = list(after(pieces, count))
+        expected = [address + i for address, nbytes in pieces for i in range(nbytes)][count:]
+        assert [address + i for address, nbytes in left for i in range(nbytes)] == expected
+        assert all(nbytes for _, nbytes in left[:1])
+
+
+def cut(tensor: torch.Tensor, moods: random.Random) -> tuple[list[torch.Tensor], list[Place]]:
+    """Copies of random pieces of a tensor, some of them empty, each in memory of its own; and where they are."""
+    ends = sorted(moods.randint(0, len(tensor)) for _ in range(moods.randint(0, 6)))
+    pieces = [tensor[start:end].clone() for start, end in zip([0, *ends], [*ends, len(tensor)], strict=True)]
+    return pieces, [place_of(piece) for piece in pieces]
+
+
+def exchange_pieces(rank: int, size: int, carrier: str, width: int, share: float) -> float:
+    """Rows cut anywhere on one side, and elsewhere on the other; a share of their values are zeros."""
+    comm = Communicator(group_of(rank, size, carrier), LedgerKeeper(rank), overlap=True)
+    assert comm.carries_pieces
+    moods = random.Random(rank)
+    flying = []
+    for number in range(4):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        rows = torch.randn(size, width, generator=generator)
+        rows[:, torch.rand(width // 512 + 1, generator=generator).repeat_interleave(512)[:width] < share] = 0
+        others = [r for r in range(size) if r != rank]
+        sent = {r: cut(rows[r], moods) for r in others}
+        received = {r: cut(torch.full((width,), -1.0), moods) for r in others}
+        kept = [piece for cuts in (sent, received) for pieces, _ in cuts.values() for piece in pieces]
+        work = comm.exchange_pieces(
+            {r: places for r, (_, places) in sent.items()},
+            {r: places for r, (_, places) in received.items()},
+            tuple(kept), size * width, "gradient", [f"unit{number}"],
+        )  # fmt: skip
+        flying.append((work, received, rows))
+    for work, received, rows in reversed(flying):
+        work.wait()
+        everyone = [torch.empty_like(rows) for _ in range(size)]
+        torch.distributed.all_gather(everyone, rows)
+        for sender, (pieces, _) in received.items():
+            assert torch.equal(torch.cat(pieces), everyone[sender][rank])
+    return flying[0][0].left_out
+
+
+@pytest.mark.parametrize("carrier", ["neighbours", "wires"])
+@pytest.mark.parametrize(("width", "share"), [(0, 0.0), (7, 0.0), (300_000, 0.0), (300_000, 0.95)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_pieces_arrive_in_other_pieces(ranks: int, width: int, share: float, carrier: str) -> None:
+    for left_out in run_on_ranks(ranks, exchange_pieces, carrier, width, share):
+        assert (left_out > 0.5) == (share > 0.5 and carrier == "wires")
+
+
+def carries_no_pieces(rank: int, size: int) -> bool:
+    return Communicator(group_of(rank, size, "gloo"), LedgerKeeper(rank), True).carries_pieces
+
+
+def test_gloo_carries_none() -> None:
+    assert run_on_ranks(2, carries_no_pieces) == [False, False]
+
+
+class Two(nn.Module):
+    """Has a weight that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Parameter(torch.randn(48, 5) / 48)
+        self.sometimes = nn.Parameter(torch.randn(48, 5) / 48)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return x @ self.always + (x @ self.sometimes if both else 0)
+
+
+class Layers(nn.Module):
+    """Parameters that are padded on some ranks, on all, or on none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(48, 48), nn.Linear(48, 48)])
+        self.odd = nn.Linear(48, 5)
+        self.two = Two()
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.odd(x) + self.two(x, both)
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 48, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def layers() -> Layers:
+    torch.manual_seed(0)
+    return Layers()
+
+
+def train_layers(
+    rank: int, size: int, carrier: str, accumulation: int, bucket: int, spared: bool
+) -> set[str]:
+    """Three steps beside a plain loop; returns the parameters whose gradients travelled from where they were.
+
+    Where a weight is to be spared, rank 0 has no gradient for it.
+    """
+    import zerotune
+
+    plain, module = layers(), layers()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, module)]
+    knobs = Knobs(reduce_bucket_size=bucket, param_persistence_threshold=0)
+    engine = zerotune.ZeroEngine(module, optimizers[1], knobs, group_of(rank, size, carrier))
+    grads: dict[str, Place] = {}
+    for param in engine.shards.params:
+        param.param.register_post_accumulate_grad_hook(
+            lambda p, name=param.name: grads.__setitem__(name, place_of(p.grad))
+        )
+    in_place: set[str] = set()
+    exchange = engine._comm.exchange_pieces
+
+    def look(sources: dict[int, list[Place]], *args: Any) -> Any:
+        for address, _ in (place for places in sources.values() for place in places):
+            in_place.update(
+                name for name, (start, nbytes) in grads.items() if start <= address < start + nbytes
+            )
+        return exchange(sources, *args)
+
+    engine._comm.exchange_pieces = look  # type: ignore[method-assign]
+    for step in range(3):
+        for micro in range(accumulation):
+            for sender in range(size):
+                output = plain(inputs(sender, 10 * step + micro), both=sender > 0 or not spared)
+                (output.square().mean() / (size * accumulation)).backward()
+            grads.clear()
+            output = engine(inputs(rank, 10 * step + micro), both=rank > 0 or not spared)
+            engine.backward(output.square().mean())
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        engine.step()
+    state = engine.full_state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=1e-6, rtol=0)
+    assert engine.at_rest()[ByteClass.GRADIENT] == 0
+    engine.close()
+    return in_place
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("spared", [False, True])
+@pytest.mark.parametrize(("accumulation", "bucket"), [(1, 3000), (3, 100), (2, 10**6)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_travel_from_where_they_are(
+    ranks: int, accumulation: int, bucket: int, spared: bool, carrier: str
+) -> None:
+    answers = run_on_ranks(ranks, train_layers, carrier, accumulation, bucket, spared)
+    for rank, in_place in enumerate(answers):
+        # Of what is so small that all of it is rank 0's, that one sends what pads it alone.
+        sent = {name for name, param in Layers().named_parameters() if rank or param.numel() > 16}
+        if carrier == "gloo":
+            assert not in_place
+        elif rank or not spared:
+            assert in_place == sent
+        elif bucket == 10**6:
+            assert not in_place, "a gradient that is missing takes along those of its bucket"
+        else:
+            assert "two.sometimes" not in in_place
+            assert in_place >= {name for name in sent if name.startswith("blocks")}
+
+
+class Slanted(torch.autograd.Function):
+    """Its weight's gradient is a part of something larger, or no memory of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.how = how
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight = x.T @ grad
+        if ctx.how == "part":
+            larger = torch.full((weight.shape[0] + 1, weight.shape[1]), 1e9)
+            larger[1:] = weight
+            return None, larger[1:], None
+        if ctx.how == "transposed":
+            return None, weight.T.contiguous().T, None
+        return None, weight.sum().expand(weight.shape), None
+
+
+class OfSlanted(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 48 * 32).view(48, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(Slanted.apply(x, self.weight, self.how))
+
+
+def train_slanted(rank: int, size: int, how: str) -> None:
+    import zerotune
+
+    plain, module = OfSlanted(how), OfSlanted(how)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, module)]
+    knobs = Knobs(param_persistence_threshold=0)
+    engine = zerotune.ZeroEngine(module, optimizers[1], knobs, group_of(rank, size, "neighbours"))
+    for step in range(3):
+        for sender in range(size):
+            (plain(inputs(sender, step)).square().mean() / size).backward()
+        engine.backward(engine(inputs(rank, step)).square().mean())
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        engine.step()
+    torch.testing.assert_close(engine.full_state_dict()["weight"], plain.weight.detach(), atol=1e-6, rtol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("how", ["part", "transposed", "expanded"])
+def test_gradients_of_odd_memory_are_copied_first(how: str) -> None:
+    run_on_ranks(2, train_slanted, how)
+
+
+def two_buckets_of_a_unit(rank: int, size: int) -> None:
+    """A bucket with a part of a unit is under way when one with all of it begins."""
+    import zerotune
+
+    module = nn.Linear(64, 64)
+    knobs = Knobs(param_persistence_threshold=0)
+    group = group_of(rank, size, "neighbours")
+    engine = zerotune.ZeroEngine(module, torch.optim.SGD(module.parameters(), lr=0.1), knobs, group)
+    reducer = engine._executor._reducer
+    weight, bias = engine.shards.params
+    refs = (weight.ref, bias.ref)
+
+    def give(number: int, *refs: ParamRef) -> None:
+        for ref in refs:
+            param = engine.shards[ref].param
+            param.grad = torch.full(tuple(param.shape), 10.0**number * (rank + 1))
+        reducer.collect(number, Bucket(refs), refs)
+        reducer.reduce(number)
+
+    for number, which in enumerate([refs[:1], refs, refs[1:]]):
+        give(number, *which)
+    reducer.drain()
+    total = sum(range(1, size + 1))
+    assert weight.grad is not None and weight.grad.eq(11.0 * total).all()
+    assert bias.grad is not None and bias.grad[: bias.numel // size].eq(110.0 * total).all()
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_buckets_of_one_unit_follow_one_another(ranks: int) -> None:
+    run_on_ranks(ranks, two_buckets_of_a_unit)
