@@ -99,6 +99,21 @@ def test_time_is_compute_handling_stealing_and_standing(
     assert found.seconds == pytest.approx(math.fsum(compute_s) + handled + stolen + found.exposed_s)
 
 
+@given(passes(), links())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_gradients_that_stay_are_handled_once_and_not_twice(
+    one: tuple[Schedule, Layout, list[float]], link: Link
+) -> None:
+    schedule, layout, compute_s = one
+    copied = profile_of(link)
+    there = copied.model_copy(update={"copies_gradients": False})
+    handled = [
+        sum(load.handled_bytes for load in replay(schedule, layout, compute_s, profile).loads)
+        for profile in (copied, there)
+    ]
+    assert handled[0] - handled[1] == pytest.approx(4 * schedule.reduced_elements(layout))
+
+
 def test_the_seconds_of_two_blocks_by_hand() -> None:
     """Two blocks of 64 elements on two ranks: every gather sends 128 bytes, every reduction too."""
     layout = blocks([64, 64])

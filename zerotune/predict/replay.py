@@ -22,7 +22,7 @@ class EventLoad:
     Attributes:
         collectives: Issued there.
         sent_bytes: Bytes that a rank sends of them.
-        handled_bytes: Bytes copied out of gather buffers, and into and out of reduce buckets.
+        handled_bytes: Bytes copied out of gather buffers, into reduce buckets where there are any, and summed.
         acting_live: Largest number of live elements meanwhile, padded, gather buffers included.
         live: Live elements afterwards.
         acting_held: Largest number of elements meanwhile that full parameters and gather buffers have memory for: a unit
@@ -107,7 +107,7 @@ class _Clocks:
                         self._land(unit)
                 case Release(units=units):
                     self._add(-self._elements(units))
-                case Collect(params=params):
+                case Collect(params=params) if self.profile.copies_gradients:
                     self._handle(sum(map(self.layout.param_padded, params)) * self.profile.reduce_itemsize)
                 case Reduce(bucket=bucket):
                     self.reductions.append((bucket, self._issue(self._travelling_bytes(bucket))))

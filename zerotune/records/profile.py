@@ -57,6 +57,7 @@ class Profile(Record):
         overlaps: Whether communication runs beside compute.
         left_out: For every unit, the share of its reductions' bytes that is zeros and does not travel; empty for none.
         gathered_rows: Rows that a gather has a buffer for: those of all ranks (``None``), or of all others.
+        copies_gradients: Whether gradients are copied into a bucket; otherwise they are sent from where they are.
     """
 
     step_s: float
@@ -67,6 +68,7 @@ class Profile(Record):
     overlaps: bool = True
     left_out: tuple[float, ...] = ()
     gathered_rows: int | None = None
+    copies_gradients: bool = True
 
     @property
     def peak_bytes(self) -> int:

@@ -351,6 +351,7 @@ class Planner:
             overlaps=self._knobs.overlap_comm,
             left_out=left_out,
             gathered_rows=self._comm.rows_received,
+            copies_gradients=not self._comm.carries_pieces,
         )
 
     def _agree_on_bytes(self, held: list[int] | None) -> bool:

@@ -15,99 +15,22 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain
 
 import torch
 
 from zerotune.engine import LedgerKeeper
 from zerotune.records import ByteClass
-from zerotune.schedule import SLICE_MULTIPLE, Bucket, Layout, ParamRef, slice_bounds
-from zerotune.zero.carrier import MOST_PIECES
+from zerotune.schedule import SLICE_MULTIPLE, Bucket, Layout, ParamRef
+from zerotune.zero.buckets import Filling, Members, Reduction
 from zerotune.zero.collector import Collector, add_into
-from zerotune.zero.comm import Communicator, Work
+from zerotune.zero.comm import Communicator
 from zerotune.zero.flights import Place, place_of
 from zerotune.zero.pool import BufferPool
 from zerotune.zero.shards import ShardedParam, ShardStore
 
 _REMEMBERED = 4096
 """Buckets whose members are remembered."""
-
-
-class _Members:
-    """What is known of a bucket for good.
-
-    Args:
-        bucket: The bucket.
-        shards: Where its members are.
-        ranks: Number of ranks, N.
-    """
-
-    def __init__(self, bucket: Bucket, shards: ShardStore, ranks: int) -> None:
-        self.bucket = bucket
-        self.params = [shards[ref] for ref in bucket.params]
-        self.owners = [param.param for param in self.params]
-        self.names = tuple(param.name for param in self.params)
-        self.units = list(dict.fromkeys(ref.unit for ref in bucket.params))
-        self.sizes = [param.slice for param in self.params]
-        self.width = sum(self.sizes)
-        self.are_even = all(0 < param.numel == ranks * param.slice for param in self.params)
-        """Whether none of them is padded, nor empty."""
-        self.may_travel_in_pieces = 2 * len(self.params) <= MOST_PIECES
-        self.bounds = [
-            [slice_bounds(param.numel, ranks, rank) for param in self.params] for rank in range(ranks)
-        ]
-        """For every rank, where its slice of each begins and ends, without padding."""
-        ends = list(accumulate(self.sizes))
-        self.columns = {
-            ref: slice(end - size, end)
-            for ref, size, end in zip(bucket.params, self.sizes, ends, strict=True)
-        }
-        self.compared_with: Sequence[ShardedParam] | None = None
-        """What trained when ``are_whole_units`` was found."""
-        self.are_whole_units = False
-        """Whether they are all that trains of their units, in order."""
-
-
-@dataclass
-class _Filling:
-    """A bucket that is being filled: by gradients that stay where they are, until one cannot; then all are copied.
-
-    Attributes:
-        members: Whose gradients.
-        stay: Those that have come and stay, flat  # N * S of each, 1D
-        rows: Where they are copied to; row r goes to rank r  # [N, W]
-        collected: Whose have come.
-    """
-
-    members: _Members
-    stay: dict[ParamRef, torch.Tensor] = field(default_factory=dict)
-    rows: torch.Tensor | None = None
-    collected: list[Sequence[ParamRef]] = field(default_factory=list)
-
-
-@dataclass
-class _InFlight:
-    """A bucket being reduced.
-
-    Attributes:
-        members: Whose gradients.
-        work: The collective.
-        sent: The bucket  # [N * W]; or gradients that stay where they are, one by one  # N * S of each, 1D
-        stays: Whether they do.
-        received: Rows to be summed, of all ranks, of all others, or of those whose row does not land in the shards'
-            gradients, if there are any; or their sum  # [R * W]
-        is_sum: Which of these.
-        landing: The rank whose row lands in the shards' gradients, if one does.
-    """
-
-    members: _Members
-    work: Work
-    sent: list[torch.Tensor]
-    stays: bool
-    received: torch.Tensor | None
-    is_sum: bool = False
-    landing: int | None = None
 
 
 class Reducer(Collector):
@@ -141,16 +64,16 @@ class Reducer(Collector):
         self._pool = pool
         self._dtype = dtype
         self._replicate = replicate
-        self._members: dict[int, _Members] = {}
-        self._filling: dict[int, _Filling] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._members: dict[int, Members] = {}
+        self._filling: dict[int, Filling] = {}
+        self._in_flight: deque[Reduction] = deque()
         self._padding = torch.zeros(SLICE_MULTIPLE * layout.ranks, dtype=dtype)  # no parameter has more
 
     def collect(self, index: int, bucket: Bucket, refs: Sequence[ParamRef]) -> None:
         """Take full gradients into a bucket: note where they are, or copy and free them."""
         filling = self._filling.get(index)
         if filling is None:
-            filling = self._filling[index] = _Filling(self._members_of(bucket))
+            filling = self._filling[index] = Filling(self._members_of(bucket))
         members = filling.members
         is_whole = len(refs) == len(members.params)
         params = members.params if is_whole else [self._shards[ref] for ref in refs]
@@ -174,12 +97,12 @@ class Reducer(Collector):
             sent = filling.rows.view(-1)
             received = self._take(members.width * self._comm.rows_received, self._dtype)
             work = self._comm.exchange(received, sent, "gradient", members.names)
-            reduction = _InFlight(members, work, [sent], False, received)
+            reduction = Reduction(members, work, [sent], False, received)
         else:
             sent = filling.rows.view(-1)
             received = self._take(members.width, torch.float32)
             work = self._comm.reduce_scatter(received, sent, "gradient", members.names)
-            reduction = _InFlight(members, work, [sent], False, received, is_sum=True)
+            reduction = Reduction(members, work, [sent], False, received, is_sum=True)
         left_out = reduction.work.left_out
         if left_out or self.left_out:
             self.left_out.update(dict.fromkeys(members.units, left_out))
@@ -193,7 +116,7 @@ class Reducer(Collector):
                 self._lose(self._in_flight[0])
             self._in_flight.popleft()
 
-    def _lose(self, reduction: _InFlight) -> None:
+    def _lose(self, reduction: Reduction) -> None:
         """Keep what a collective that will not end may still read or write."""
         for buffer in (*reduction.sent, reduction.received):
             if buffer is not None:
@@ -225,12 +148,12 @@ class Reducer(Collector):
 
     # ----------------------------------------------------------------------------------------------- inside
 
-    def _members_of(self, bucket: Bucket) -> _Members:
+    def _members_of(self, bucket: Bucket) -> Members:
         members = self._members.get(id(bucket))
         if members is None or members.bucket is not bucket:
             if len(self._members) >= _REMEMBERED:
                 self._members.clear()  # of schedules that are long gone
-            members = self._members[id(bucket)] = _Members(bucket, self._shards, self._ranks)
+            members = self._members[id(bucket)] = Members(bucket, self._shards, self._ranks)
         return members
 
     def _may_stay(self, grads: Sequence[torch.Tensor | None]) -> bool:
@@ -243,9 +166,7 @@ class Reducer(Collector):
             for grad in grads
         )
 
-    def _stay(
-        self, filling: _Filling, refs: Sequence[ParamRef], grads: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _stay(self, filling: Filling, refs: Sequence[ParamRef], grads: Sequence[torch.Tensor | None]) -> None:
         for ref, grad in zip(refs, grads, strict=True):
             assert grad is not None
             filling.stay[ref] = grad.detach().view(-1)
@@ -256,7 +177,7 @@ class Reducer(Collector):
 
     def _copy(
         self,
-        filling: _Filling,
+        filling: Filling,
         refs: Sequence[ParamRef],
         params: Sequence[ShardedParam],
         grads: Sequence[torch.Tensor | None],
@@ -274,7 +195,7 @@ class Reducer(Collector):
             for ref, param, grad in zip(refs, params, grads, strict=True):
                 _copy_rows(rows[:, members.columns[ref]], grad, param.numel)
 
-    def _rows_of(self, filling: _Filling) -> torch.Tensor:
+    def _rows_of(self, filling: Filling) -> torch.Tensor:
         """Where gradients are copied to  # [N, W]; from now on all of the bucket are, those that had come first."""
         if filling.rows is None:
             members = filling.members
@@ -287,12 +208,11 @@ class Reducer(Collector):
             filling.stay.clear()
         return filling.rows
 
-    def _send_pieces(self, members: _Members, grads: list[torch.Tensor]) -> _InFlight:
+    def _send_pieces(self, members: Members, grads: list[torch.Tensor]) -> Reduction:
         """Reduce gradients that stay where they are  # each 1D, not padded"""
         comm = self._comm
         others = [rank for rank in range(self._ranks) if rank != comm.rank]
-        addresses = [grad.data_ptr() for grad in grads]
-        sources = {rank: self._places(members, addresses, rank) for rank in others}
+        sources = {rank: members.places(grads, rank, self._padding) for rank in others}
         targets: list[torch.Tensor] = []
         if (
             self._dtype is torch.float32
@@ -301,10 +221,12 @@ class Reducer(Collector):
         ):
             made = [self._shards.new_grads(unit) for unit in members.units]
             targets = [flat for flat in made if flat is not None]
-        places = {others[0]: [place_of(target) for target in targets]}
         keep = [*grads, *targets]
-        received = None
-        rest = others[1:] if targets else others
+        places: dict[int, list[Place]] = {}
+        received, rest = None, others
+        if targets:
+            places[others[0]] = [place_of(target) for target in targets]
+            rest = others[1:]
         if rest:
             received = self._take(members.width * len(rest), self._dtype)
             keep.append(received)
@@ -312,25 +234,14 @@ class Reducer(Collector):
             places |= {rank: [place_of(into)] for rank, into in zip(rest, rows, strict=True)}
         elements = members.width * self._ranks
         work = comm.exchange_pieces(sources, places, tuple(keep), elements, "gradient", members.names)
-        return _InFlight(members, work, grads, True, received, landing=others[0] if targets else None)
+        return Reduction(members, work, grads, True, received, landing=others[0] if targets else None)
 
-    def _places(self, members: _Members, addresses: Sequence[int], rank: int) -> list[Place]:
-        """Where a rank's slices of gradients are that begin at these addresses, and what pads them."""
-        itemsize, padding = self._dtype.itemsize, self._padding.data_ptr()
-        places: list[Place] = []
-        for address, (start, end), size in zip(addresses, members.bounds[rank], members.sizes, strict=True):
-            if end > start:
-                places.append(Place(address + start * itemsize, (end - start) * itemsize))
-            if end - start < size:
-                places.append(Place(padding, (size - end + start) * itemsize))
-        return places
-
-    def _is_under_way(self, members: _Members) -> bool:
+    def _is_under_way(self, members: Members) -> bool:
         """Whether another bucket with parameters of the same units is."""
         units = set(members.units)
         return any(not units.isdisjoint(other.members.units) for other in self._in_flight)
 
-    def _finish(self, reduction: _InFlight) -> None:
+    def _finish(self, reduction: Reduction) -> None:
         reduction.work.wait()
         members = reduction.members
         if reduction.landing is not None:
@@ -362,7 +273,7 @@ class Reducer(Collector):
         if reduction.received is not None:
             self._give(reduction.received)
 
-    def _add_to_landed(self, reduction: _InFlight, landing: int) -> None:
+    def _add_to_landed(self, reduction: Reduction, landing: int) -> None:
         """Add the other rows, in rank order, to the one that lies in the shards' gradients. That it comes first, and not
         after this rank's own where that is rank 0, changes no bit of a sum of two."""
         members = reduction.members
@@ -371,35 +282,29 @@ class Reducer(Collector):
         rows = iter(others)
         for rank in range(self._ranks):
             if rank == self._comm.rank:
-                own = self._own_pieces(reduction)
+                own = members.pieces(reduction.sent, rank)
                 torch._foreach_add_([s[: len(o)] for s, o in zip(sums, own, strict=True)], own)
             elif rank != landing:
                 torch._foreach_add_(sums, next(rows).split(members.sizes))
 
-    def _own_pieces(self, reduction: _InFlight) -> list[torch.Tensor]:
-        """This rank's slices of gradients that stay where they are, without padding  # each 1D"""
-        bounds = reduction.members.bounds[self._comm.rank]
-        return [grad[start:end] for grad, (start, end) in zip(reduction.sent, bounds, strict=True)]
-
     @contextmanager
-    def _rows_to_sum(self, reduction: _InFlight) -> Iterator[list[torch.Tensor]]:
+    def _rows_to_sum(self, reduction: Reduction) -> Iterator[list[torch.Tensor]]:
         """Every rank's row, in rank order  # N of [W]"""
         assert reduction.received is not None
-        width = reduction.members.width
+        members, rank = reduction.members, self._comm.rank
         if reduction.stays:
-            own = self._take(width, self._dtype)
-            for row, piece in zip(
-                own.split(reduction.members.sizes), self._own_pieces(reduction), strict=True
-            ):
+            own = self._take(members.width, self._dtype)
+            pieces = members.pieces(reduction.sent, rank)
+            for row, piece in zip(own.split(members.sizes), pieces, strict=True):
                 row[: len(piece)].copy_(piece)
                 row[len(piece) :].zero_()
             yield self._comm.rows_in_order(reduction.received, own)
             self._give(own)
         else:
-            own = reduction.sent[0].view(self._ranks, width)[self._comm.rank]
+            own = reduction.sent[0].view(self._ranks, members.width)[rank]
             yield self._comm.rows_in_order(reduction.received, own)
 
-    def _are_empty_units(self, members: _Members) -> bool:
+    def _are_empty_units(self, members: Members) -> bool:
         """Whether these are all that trains of their units, in order, none of which has a gradient yet: then the sum is
         the gradient, and needs no copy."""
         if self._replicate or not self._shards.keeps_fp32_grads:
@@ -427,7 +332,7 @@ class Reducer(Collector):
                 _sum_rows(grads, [row[start:end] for row in rows] if len(units) > 1 else rows)
                 start = end
 
-    def _add_to_replicas(self, summed: torch.Tensor, members: _Members) -> None:
+    def _add_to_replicas(self, summed: torch.Tensor, members: Members) -> None:
         """Stage 0: the other half of an all-reduce, so that every rank holds the whole sum."""
         received = self._take(self._comm.rows_received * members.width, torch.float32)
         self._comm.all_gather(received, summed, "gradient", members.names).wait()
