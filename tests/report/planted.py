@@ -5,7 +5,7 @@ it carries."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from zerotune.config.knobs import Knobs
 from zerotune.records import Ledger
 from zerotune.zero.direct import Direct, Landing
 from zerotune.zero.engine import ZeroEngine
+from zerotune.zero.flights import Place, bytes_in
 from zerotune.zero.gatherer import Gatherer
 
 COMPUTE_S = 0.030
@@ -74,6 +75,14 @@ def _late(collective: Callable[..., Landing], size: int) -> Callable[..., _Late]
     return late
 
 
+def _late_pieces(collective: Callable[..., Landing], size: int) -> Callable[..., _Late]:
+    def late(direct: Direct, sources: Mapping[int, Sequence[Place]], *rest: Any) -> _Late:
+        width = max(map(bytes_in, sources.values())) // 4
+        return _Late(collective(direct, sources, *rest), width * size)
+
+    return late
+
+
 def _release_at_the_end(patches: ExitStack) -> None:
     """Units are released with the pass, not after their uses."""
     release, release_all = Gatherer.release, Gatherer.release_all
@@ -100,6 +109,7 @@ def steps_ledger(rank: int, size: int, knobs: dict[str, Any], fault: str = "") -
         ExitStack() as patches,
         patch.object(Direct, "all_gather", _late(Direct.all_gather, size)),
         patch.object(Direct, "exchange", _late(Direct.exchange, size)),
+        patch.object(Direct, "exchange_pieces", _late_pieces(Direct.exchange_pieces, size)),
     ):
         if fault == "release never":
             _release_at_the_end(patches)

@@ -188,7 +188,7 @@ def test_elements_moved_and_saved_are_2p_2p_2p_3p(ranks: int) -> None:
 
 def gradients_alive(rank: int, size: int, settings: list[dict[str, Any]]) -> list[list[tuple[int, int]]]:
     """At every gradient that autograd delivers in a steady step: elements of full gradients that are really allocated,
-    in storages of their own and in buckets, and of those the ones whose unit is still in use."""
+    at their parameters, collected, and in buckets, and of those the ones whose unit is still in use."""
     answers = []
     for setting in settings:
         model = make_model("gpt")
@@ -209,9 +209,14 @@ def gradients_alive(rank: int, size: int, settings: list[dict[str, Any]]) -> lis
             alive = [(g().numel(), unit) for g, unit in grads if g() is not None]
             open_units = engine._executor._open_everywhere()
             waiting = sum(numel for numel, unit in alive if open_units.get(unit))
-            filling = sum(f.rows.numel() for f in engine._reducer._filling.values())
-            flying = sum(f.sent.numel() for f in engine._reducer._in_flight)
-            seen.append((sum(numel for numel, _ in alive) + filling + flying, waiting))
+            filling = [
+                gradient
+                for f in engine._reducer._filling.values()
+                for gradient in (*f.stay.values(), *([] if f.rows is None else [f.rows]))
+            ]
+            flying = [gradient for f in engine._reducer._in_flight for gradient in f.sent]
+            taken = sum(gradient.numel() for gradient in (*filling, *flying))
+            seen.append((sum(numel for numel, _ in alive) + taken, waiting))
 
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(delivered)
@@ -220,6 +225,7 @@ def gradients_alive(rank: int, size: int, settings: list[dict[str, Any]]) -> lis
             for x, y in micro_batches(rank, size, 1, step):
                 engine.backward(mean_loss(engine(x), y))
             assert all(g() is None for g, _ in grads), "a full gradient outlives backward"
+            assert not engine._reducer._filling
             engine.step()
         answers.append(list(seen))
         engine.close()
