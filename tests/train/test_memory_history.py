@@ -157,6 +157,26 @@ def test_a_free_that_is_not_seen_is_believed_to_the_ledger() -> None:
     assert history(events, 0, {}, EMPTY, 4).peak_bytes == 100
 
 
+def test_what_the_engine_takes_is_counted_once() -> None:
+    """A gradient that the ledger counts from some moment on, beside a byte that nobody explains."""
+    unknown, gradient = Allocation(50), Allocation(100, ByteClass.GRADIENT, is_taken=True)
+    events = [
+        Event(0, allocated=unknown),
+        Event(1, allocated=gradient),
+        Event(2, counted=(ByteClass.GRADIENT, 100)),
+        Event(3, taken=gradient),
+        Event(4, allocated=Allocation(7)),
+    ]
+    found = history(events, 1000, {ByteClass.SHARD: 1000}, EMPTY, 4)
+    assert found.peak_bytes == 1157
+    assert found.at_peak == {ByteClass.SHARD: 1000, ByteClass.GRADIENT: 100, ByteClass.OTHER: 57}
+    events += [Event(5, freed=gradient), Event(6, counted=(ByteClass.GRADIENT, 0))]
+    last = history(events, 1000, {ByteClass.SHARD: 1000}, EMPTY, 4).points[-1]
+    assert {name: amount for name, amount in last.bytes.items() if amount} == {
+        ByteClass.SHARD: 1000, ByteClass.OTHER: 57,
+    }  # fmt: skip
+
+
 def test_the_profile_agrees_with_the_running_sum_of_allocations() -> None:
     def step() -> None:
         with mark(FORWARD):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run_on_ranks
 from tests.zero.test_direct import CARRIERS, group_of
 from zerotune.config.knobs import Knobs
-from zerotune.engine import LedgerKeeper
+from zerotune.engine import LedgerKeeper, RankGroup, slots
 from zerotune.records import ByteClass
 from zerotune.schedule import Bucket, ParamRef
+from zerotune.zero import direct, neighbours, wiring
 from zerotune.zero.comm import Communicator
 from zerotune.zero.flights import Place, after, bytes_in, place_of
 
@@ -36,9 +40,18 @@ def cut(tensor: torch.Tensor, moods: random.Random) -> tuple[list[torch.Tensor],
     return pieces, [place_of(piece) for piece in pieces]
 
 
+def two_hosts(rank: int, size: int) -> RankGroup:
+    """Ranks 0 and 1 on one host, 2 and 3 on another."""
+    with mock.patch.object(slots, "this_node", lambda: f"host {rank // 2}"):
+        process_group = dist.new_group(backend="gloo")
+        direct.direct_between(process_group, rank, size)
+    return RankGroup(process_group, rank, size, torch.device("cpu"))
+
+
 def exchange_pieces(rank: int, size: int, carrier: str, width: int, share: float) -> float:
     """Rows cut anywhere on one side, and elsewhere on the other; a share of their values are zeros."""
-    comm = Communicator(group_of(rank, size, carrier), LedgerKeeper(rank), overlap=True)
+    group = two_hosts(rank, size) if carrier == "both" else group_of(rank, size, carrier)
+    comm = Communicator(group, LedgerKeeper(rank), overlap=True)
     assert comm.carries_pieces
     moods = random.Random(rank)
     flying = []
@@ -73,12 +86,28 @@ def test_pieces_arrive_in_other_pieces(ranks: int, width: int, share: float, car
         assert (left_out > 0.5) == (share > 0.5 and carrier == "wires")
 
 
-def carries_no_pieces(rank: int, size: int) -> bool:
-    return Communicator(group_of(rank, size, "gloo"), LedgerKeeper(rank), True).carries_pieces
+def test_pieces_go_to_neighbours_and_over_wires_at_once() -> None:
+    run_on_ranks(4, exchange_pieces, "both", 3000, 0.0)
 
 
-def test_gloo_carries_none() -> None:
-    assert run_on_ranks(2, carries_no_pieces) == [False, False]
+def carries_pieces(rank: int, size: int, carrier: str) -> bool:
+    if carrier != "some wires":
+        return Communicator(group_of(rank, size, carrier), LedgerKeeper(rank), True).carries_pieces
+    switched = {neighbours.SWITCH: "0", wiring.SWITCH: "1"}
+    if rank == 1:  # it has none, and the other two have one to each other
+        switched[wiring.SWITCH] = "0"
+    with mock.patch.dict(os.environ, switched):
+        process_group = dist.new_group(backend="gloo")
+        found = direct.direct_between(process_group, rank, size)
+    assert found._by_gloo == {0: [1], 1: [2, 0], 2: [1]}[rank]
+    return Communicator(
+        RankGroup(process_group, rank, size, torch.device("cpu")), LedgerKeeper(rank), True
+    ).carries_pieces
+
+
+@pytest.mark.parametrize("carrier", ["gloo", "some wires"])
+def test_gloo_carries_none(carrier: str) -> None:
+    assert run_on_ranks(3, carries_pieces, carrier) == [False] * 3
 
 
 class Two(nn.Module):
@@ -187,59 +216,63 @@ def test_gradients_travel_from_where_they_are(
             assert in_place >= {name for name in sent if name.startswith("blocks")}
 
 
-class Slanted(torch.autograd.Function):
-    """Its weight's gradient is a part of something larger, or no memory of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, how: str) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.how = how
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        weight = x.T @ grad
-        if ctx.how == "part":
-            larger = torch.full((weight.shape[0] + 1, weight.shape[1]), 1e9)
-            larger[1:] = weight
-            return None, larger[1:], None
-        if ctx.how == "transposed":
-            return None, weight.T.contiguous().T, None
-        return None, weight.sum().expand(weight.shape), None
+def odd(gradient: torch.Tensor, how: str) -> torch.Tensor:
+    """The same values in memory that is a part of something larger, in another order, or less than they are."""
+    if how == "part":
+        larger = torch.full((gradient.numel() + 1,), 1e9)
+        larger[1:] = gradient.view(-1)
+        return larger[1:].view(gradient.shape)
+    if how == "transposed":
+        return gradient.T.contiguous().T
+    return gradient[:1].clone().expand(gradient.shape)
 
 
-class OfSlanted(nn.Module):
-    def __init__(self, how: str) -> None:
+class Many(nn.Module):
+    """So many parameters that a bucket of them is sent in one piece."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.how = how
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 48 * 32).view(48, 32))
+        self.weights = nn.ParameterList([torch.full((48,), i / 300) for i in range(300)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(Slanted.apply(x, self.weight, self.how))
+        return torch.tanh(x @ torch.stack(list(self.weights)).T)
 
 
-def train_slanted(rank: int, size: int, how: str) -> None:
+def train_copied(rank: int, size: int, how: str) -> None:
+    """Three steps beside a plain loop; all gradients are copied into buckets."""
     import zerotune
 
-    plain, module = OfSlanted(how), OfSlanted(how)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, module)]
-    knobs = Knobs(param_persistence_threshold=0)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Many() if how == "many" else nn.Linear(48, 32, bias=False))
+    plain, module = models
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
+    knobs = Knobs(param_persistence_threshold=0, reduce_bucket_size=10**6)
     engine = zerotune.ZeroEngine(module, optimizers[1], knobs, group_of(rank, size, "neighbours"))
-    for step in range(3):
-        for sender in range(size):
-            (plain(inputs(sender, step)).square().mean() / size).backward()
-        engine.backward(engine(inputs(rank, step)).square().mean())
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        engine.step()
-    torch.testing.assert_close(engine.full_state_dict()["weight"], plain.weight.detach(), atol=1e-6, rtol=0)
+    if how != "many":
+        for param in models:
+            param.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", odd(p.grad, how)))
+    forbidden = mock.Mock(side_effect=AssertionError("it was sent from where it is"))
+    with mock.patch.object(engine._comm, "exchange_pieces", forbidden):
+        for step in range(3):
+            total = torch.zeros(())
+            for sender in range(size):
+                total = total + plain(inputs(sender, step)).square().mean() / size
+            total.backward()
+            engine.backward(engine(inputs(rank, step)).square().mean())
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            engine.step()
+    state = engine.full_state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=1e-6, rtol=0)
     engine.close()
 
 
-@pytest.mark.parametrize("how", ["part", "transposed", "expanded"])
-def test_gradients_of_odd_memory_are_copied_first(how: str) -> None:
-    run_on_ranks(2, train_slanted, how)
+@pytest.mark.parametrize("how", ["part", "transposed", "expanded", "many"])
+def test_gradients_of_odd_memory_and_very_many_are_copied_first(how: str) -> None:
+    run_on_ranks(2, train_copied, how)
 
 
 def two_buckets_of_a_unit(rank: int, size: int) -> None:

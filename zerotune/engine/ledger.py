@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from zerotune.models.marks import is_profiled, mark
 from zerotune.records import (
     ByteClass,
@@ -20,6 +22,8 @@ from zerotune.records import (
 BEGIN_MARK = "zerotune::ledger"
 BYTES_MARK = "zerotune::bytes "
 """In a profile every change of a class that is recorded has a mark: this, the class, and its bytes from then on."""
+TAKEN_MARK = "zerotune::taken "
+"""The same where memory that others allocated is the ledger's from then on: this, and its address."""
 
 
 @dataclass(slots=True)
@@ -90,6 +94,14 @@ class LedgerKeeper:
             self._samples.append(ByteSample(time_s=self._now(), byte_class=byte_class, bytes=now))
             if is_profiled():
                 with mark(f"{BYTES_MARK}{byte_class} {now}"):
+                    pass
+
+    def take(self, byte_class: ByteClass, tensors: Sequence[torch.Tensor]) -> None:
+        """Count from now on what somebody else allocated: each is all of its memory."""
+        self.add(byte_class, sum(tensor.nbytes for tensor in tensors))
+        if self.is_recording and is_profiled():
+            for tensor in tensors:
+                with mark(f"{TAKEN_MARK}{tensor.untyped_storage().data_ptr()}"):
                     pass
 
     def add_live(self, elements: int) -> None:

@@ -6,7 +6,7 @@ on saved tensors), and full gradients that nobody has collected yet (a hook on p
 class for as long as it lives:
 
 - made by the model's operations and saved for backward: an activation;
-- made by them and become a parameter's gradient: a gradient;
+- made by them and become a parameter's gradient: a gradient, which from the moment that the engine takes it is the ledger's;
 - made by them and neither: temporary. In backward these are gradients on their way, and what is recomputed;
 - anything else is the engine's or the optimizer's, and its ledger accounts for it, but for what an operation needs only
   while it runs: that is temporary, too.
@@ -34,7 +34,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from zerotune.engine.allocations import walk
-from zerotune.engine.ledger import BEGIN_MARK, BYTES_MARK
+from zerotune.engine.ledger import BEGIN_MARK, BYTES_MARK, TAKEN_MARK
 from zerotune.engine.protocol import Engine
 from zerotune.models.access import is_wrapper, not_reading
 from zerotune.models.marks import ENGINE, FORWARD, mark
@@ -131,6 +131,7 @@ class Allocation:
         within: Number of the innermost operation that ran then.
         is_freed_elsewhere: Whether another thread frees it.
         is_free_unseen: Whether the profiler does not see it freed, though it may have been.
+        is_taken: Whether the ledger accounts for it in the end, though it is the model's.
     """
 
     bytes: int
@@ -140,6 +141,7 @@ class Allocation:
     within: int = -1
     is_freed_elsewhere: bool = False
     is_free_unseen: bool = False
+    is_taken: bool = False
 
 
 @dataclass
@@ -150,6 +152,7 @@ class Event:
         time_s: When.
         allocated: This was allocated.
         freed: This was freed.
+        taken: The ledger accounts for this from here on.
         counted: The ledger counts so many bytes of a class from here on.
         begins_backward: A node of the graph ran.
         is_ledgers: The ledger began.
@@ -158,6 +161,7 @@ class Event:
     time_s: float
     allocated: Allocation | None = None
     freed: Allocation | None = None
+    taken: Allocation | None = None
     counted: tuple[ByteClass, int] | None = None
     begins_backward: bool = False
     is_ledgers: bool = False
@@ -167,7 +171,7 @@ class Event:
         """Whether the engine was at work: it allocates, frees and counts, in this or another order."""
         touched = self.allocated or self.freed
         if touched is None:
-            return self.counted is not None
+            return self.counted is not None or self.taken is not None
         return touched.byte_class in (None, ByteClass.GRADIENT)
 
 
@@ -212,6 +216,11 @@ def _events(profiler: Any, device: torch.device) -> list[Event]:
             gradient = alive.get(int(name.removeprefix(_GRADIENT_MARK)))
             if gradient is not None and gradient.byte_class is not None:
                 gradient.byte_class = ByteClass.GRADIENT
+        elif name.startswith(TAKEN_MARK):
+            taken = alive.get(int(name.removeprefix(TAKEN_MARK)))
+            if taken is not None and taken.byte_class is not None and not taken.is_taken:
+                taken.is_taken = True
+                events.append(Event(time_s, taken=taken))
         elif name.startswith(_BACKWARD):
             events.append(Event(time_s, begins_backward=True))
         elif name == BEGIN_MARK:
@@ -263,10 +272,15 @@ class _Balance:
         if not event.is_engines:
             self.free_unseen += self.uncounted_yet
             self.uncounted_yet = 0
+        if event.taken is not None:
+            assert event.taken.byte_class is not None
+            self.model[event.taken.byte_class] -= event.taken.bytes
         for allocation, sign in ((event.allocated, 1), (event.freed, -1)):
             if allocation is not None:
                 self.total += sign * allocation.bytes
                 if allocation.byte_class is not None:
+                    if allocation.is_taken and sign < 0:
+                        continue  # it is no longer the model's
                     self.model[allocation.byte_class] += sign * allocation.bytes
                 else:
                     self.freed_elsewhere += sign * allocation.bytes * allocation.is_freed_elsewhere

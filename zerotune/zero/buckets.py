@@ -83,7 +83,7 @@ class Filling:
 
     Attributes:
         members: Whose gradients.
-        stay: Those that have come and stay, flat  # N * S of each, 1D
+        stay: Those that have come and stay, flat, not padded  # each 1D
         rows: Where they are copied to; row r goes to rank r  # [N, W]
         collected: Whose have come.
     """
@@ -101,7 +101,7 @@ class Reduction:
     Attributes:
         members: Whose gradients.
         work: The collective.
-        sent: The bucket  # [N * W]; or gradients that stay where they are, one by one  # N * S of each, 1D
+        sent: The bucket  # [N * W]; or gradients that stay where they are, one by one, not padded  # each 1D
         stays: Whether they do.
         received: Rows to be summed, of all ranks, of all others, or of those whose row does not land in the shards'
             gradients, if there are any; or their sum  # [R * W]

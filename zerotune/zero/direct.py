@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from zerotune.engine.meeting import said_by_all
 from zerotune.models.marks import is_profiled
 from zerotune.zero.carrier import Carrier
 from zerotune.zero.flights import Place
@@ -179,11 +180,8 @@ class Direct:
         ]
         self._by_gloo = [r for r in others if not any(r in ranks for _, ranks in self._carriers)]
         self._waiter: _Waiter | None = None
-
-    @property
-    def carries_pieces(self) -> bool:
-        """Whether rows may be in pieces, of which gloo, where it has to carry some, knows nothing."""
-        return not self._by_gloo
+        self.carries_pieces = not any(said_by_all(store, "by_gloo", rank, size, bool(self._by_gloo)))
+        """Whether rows may be in pieces, of which gloo knows nothing; the same on every rank."""
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, key: int) -> Landing:
         """Receive every other rank's shard.

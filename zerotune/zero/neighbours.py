@@ -4,7 +4,7 @@
 Linux lets a process copy from the memory of another (``process_vm_readv``) if it may trace it: as root, or as the same user where
 nothing forbids it. A rank that has something for a neighbour tells it where that is, over a socket; the neighbour copies it to
 its place and says so, and only then has the collective ended for the first. So nothing that a neighbour still reads is
-ever overwritten, and a collective is over in the same sense as on gloo. Ranks that may not read each other, or that are
+ever overwritten by us, and a collective is over in the same sense as on gloo. Ranks that may not read each other, or that are
 on different hosts or in different network namespaces (which stand for hosts on a shaped link), are no neighbours.
 
 Measured for 1.6 MB: 10 GB/s, on the core of the reader alone.

@@ -3,8 +3,8 @@
 [Note: gradients that stay]
 Where rows may travel in pieces, full gradients are sent from where autograd put them, and stay there until they have been
 taken: a bucket is then no memory, but the order in which they travel. They are copied into a buffer, flattened, padded and
-split, where that cannot be: on NCCL, for a missing gradient, or one that is a part of something larger. What pads them
-on their way is read from zeros that are there for that.
+split, where that cannot be: on NCCL, where gloo has to carry, in buckets of very many, for a gradient that is missing, of
+another dtype than travels, or a part of something larger. What pads them on their way is read from zeros that are there for that.
 Of what comes, the row of the first other rank lands in the shards' gradients if these are empty and fp32, and the rest is
 added to it.
 """
@@ -67,7 +67,8 @@ class Reducer(Collector):
         self._members: dict[int, Members] = {}
         self._filling: dict[int, Filling] = {}
         self._in_flight: deque[Reduction] = deque()
-        self._padding = torch.zeros(SLICE_MULTIPLE * layout.ranks, dtype=dtype)  # no parameter has more
+        self._padding = torch.zeros(SLICE_MULTIPLE * layout.ranks, dtype=dtype, device="cpu")
+        """No parameter has more; what is sent from where it is, is on CPU."""
 
     def collect(self, index: int, bucket: Bucket, refs: Sequence[ParamRef]) -> None:
         """Take full gradients into a bucket: note where they are, or copy and free them."""
@@ -80,11 +81,12 @@ class Reducer(Collector):
         owners = members.owners if is_whole else [param.param for param in params]
         grads = self._full(params, owners)
         if filling.rows is None and members.may_travel_in_pieces and self._may_stay(grads):
+            self._uncount(grads)
             self._stay(filling, refs, grads)
         else:
             self._copy(filling, refs, params, grads)
+            self._uncount(grads)
         self._drop(params, owners, grads)
-        self._uncount(grads)
         self._collected.append(refs)
         filling.collected.append(refs)
 
@@ -138,7 +140,7 @@ class Reducer(Collector):
         for filling in self._filling.values():
             if filling.rows is not None:
                 self._give(filling.rows.view(-1))
-            self._count_stayed(-1, filling.stay.values())
+            self._uncount_stayed(filling.stay.values())
         self._filling.clear()
         self.drain()
         super().clear()
@@ -170,10 +172,10 @@ class Reducer(Collector):
         for ref, grad in zip(refs, grads, strict=True):
             assert grad is not None
             filling.stay[ref] = grad.detach().view(-1)
-        self._count_stayed(1, grads)
+        self._ledger.take(ByteClass.GRADIENT, [filling.stay[ref] for ref in refs])
 
-    def _count_stayed(self, sign: int, grads: Iterable[torch.Tensor | None]) -> None:
-        self._ledger.add(ByteClass.GRADIENT, sign * sum(grad.nbytes for grad in grads if grad is not None))
+    def _uncount_stayed(self, grads: Iterable[torch.Tensor]) -> None:
+        self._ledger.add(ByteClass.GRADIENT, -sum(grad.nbytes for grad in grads))
 
     def _copy(
         self,
@@ -204,7 +206,7 @@ class Reducer(Collector):
             )
             for ref, grad in filling.stay.items():
                 _copy_rows(filling.rows[:, members.columns[ref]], grad, grad.numel())
-            self._count_stayed(-1, filling.stay.values())
+            self._uncount_stayed(filling.stay.values())
             filling.stay.clear()
         return filling.rows
 
@@ -221,7 +223,7 @@ class Reducer(Collector):
         ):
             made = [self._shards.new_grads(unit) for unit in members.units]
             targets = [flat for flat in made if flat is not None]
-        keep = [*grads, *targets]
+        keep = [*grads, *targets, self._padding]
         places: dict[int, list[Place]] = {}
         received, rest = None, others
         if targets:
@@ -267,7 +269,7 @@ class Reducer(Collector):
         for param in members.params:
             param.has_grad = True
         if reduction.stays:
-            self._count_stayed(-1, reduction.sent)
+            self._uncount_stayed(reduction.sent)
         else:
             self._give(*reduction.sent)
         if reduction.received is not None:
@@ -294,12 +296,14 @@ class Reducer(Collector):
         members, rank = reduction.members, self._comm.rank
         if reduction.stays:
             own = self._take(members.width, self._dtype)
-            pieces = members.pieces(reduction.sent, rank)
-            for row, piece in zip(own.split(members.sizes), pieces, strict=True):
-                row[: len(piece)].copy_(piece)
-                row[len(piece) :].zero_()
-            yield self._comm.rows_in_order(reduction.received, own)
-            self._give(own)
+            try:
+                pieces = members.pieces(reduction.sent, rank)
+                for row, piece in zip(own.split(members.sizes), pieces, strict=True):
+                    row[: len(piece)].copy_(piece)
+                    row[len(piece) :].zero_()
+                yield self._comm.rows_in_order(reduction.received, own)
+            finally:
+                self._give(own)
         else:
             own = reduction.sent[0].view(self._ranks, members.width)[rank]
             yield self._comm.rows_in_order(reduction.received, own)

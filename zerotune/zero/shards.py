@@ -335,7 +335,7 @@ class ShardStore:
             param.grad = grad
         self._flat_grads[index] = list(grads)
         self._adopted |= owners
-        self._ledger.add(ByteClass.GRADIENT, sum(sizes))
+        self._ledger.take(ByteClass.GRADIENT, grads)
         return True
 
     def make_all_grads(self) -> None:
