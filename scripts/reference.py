@@ -17,6 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from zerotune.config.load import load_job
+from zerotune.models.build import build_model
 from zerotune.records import Interval
 
 ROOT = Path(__file__).parent.parent
@@ -164,6 +168,13 @@ def measure(
 
 def _holds(documents: Mapping[str, Document], benchmark: Benchmark, link: str) -> bool:
     return link in documents and documents[link]["engines"].keys() >= set(benchmark.engines_on(link))
+
+
+def parameters(job: Path, sets: Sequence[str]) -> int:
+    """How many a model has, with further ``--set`` options."""
+    with torch.device("meta"):
+        model = build_model(load_job(job, list(sets)).job.model, 0)
+    return sum(param.numel() for param in model.parameters())
 
 
 def label(document: Document) -> str:

@@ -212,7 +212,8 @@ def main() -> None:
     given = options.parse_args()
     folder, name = given.folder, given.name
     engines = tuple(given.engines.split(","))
-    found = reference_search.read(folder) if "zerotune:best" in engines else {}
+    searched = folder / f"{name.replace('gpt', 'search')}.json"
+    found = reference_search.read(searched) if "zerotune:best" in engines else {}
     best = {
         link: {"best": setting}
         for link, result in found.items()

@@ -3,8 +3,9 @@
 Run it on a quiet machine with two cores and the right to make network namespaces; a search takes ten to seventeen minutes::
 
     python scripts/reference_search.py [--trials 16] [--turns 16] [--links 2gbit]
+        [--set model.gpt.d_model=512 --name search-34m]
 
-``reference_bench.py`` takes what is found here as the engine ``zerotune:best``.
+``reference_bench.py`` takes what is found here as the engine ``zerotune:best`` of the benchmark ``gpt-10m``, or ``gpt-34m``.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from reference import JOB, LINKS, head, mebibytes, parser, publish, row
+from reference import JOB, LINKS, head, mebibytes, parameters, parser, publish, row
 
 from zerotune.cluster.shaped_link import Host, bits_per_second, shaped_link
 
-NAME = "search-10m"
 _PORT = 6379
 _START_S = 60.0
 _ENVIRONMENT = {"RAY_AUTH_MODE": "disabled"}
@@ -78,14 +78,22 @@ def _inside(host: Host, core: int) -> list[str]:
     return ["ip", "netns", "exec", host.namespace, "taskset", "-c", str(core)]
 
 
-def search(link: str, trials: int, turns: int) -> dict[str, Any]:
-    """What ``zerotune search --json`` finds on a link, in so many trials, and rounds in turns at its end."""
+def search(link: str, trials: int, turns: int, sets: list[str]) -> dict[str, Any]:
+    """What ``zerotune search --json`` finds on a link, in so many trials, and rounds in turns at its end.
+
+    Args:
+        link: Its name.
+        trials: How many.
+        turns: Rounds.
+        sets: Further ``--set`` options.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model = shutil.copy(JOB, folder)  # the best is written beside it
         command = [
             *(sys.executable, "-m", "zerotune", "search", model, "--json"),
             *("--trials", str(trials), "--set", f"search.confirm_rounds={turns}"),
             *("--seed", "0", "--store", f"{folder}/search.db"),
+            *(word for setting in sets for word in ("--set", setting)),
         ]
         if link == "loopback":
             return _result([*command, "--address", "local"], folder)
@@ -129,13 +137,14 @@ def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(found: dict[str, dict[str, Any]], sets: list[str]) -> str:
     """The runs that were measured in turns on each link, the best first."""
+    model = " with ".join(["`examples/bench.yaml`", *(f"`{setting}`" for setting in sets)])
     lines = [
         "# What `zerotune search` finds",
         "",
-        "GPT of 10.5 M parameters (`examples/bench.yaml`), two Ray nodes of one rank each, space `default`, objective "
-        "throughput. At its end a search measures the defaults and the fastest in turns; of those that cannot be told "
+        f"GPT of {parameters(JOB, sets) / 1e6:.1f} M parameters ({model}), two Ray nodes of one rank each, space `default`, "
+        "objective throughput. At its end a search measures the defaults and the fastest in turns; of those that cannot be told "
         "apart it takes the one with the smaller peak.",
     ]
     for link, result in found.items():
@@ -160,9 +169,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read(folder: Path) -> dict[str, dict[str, Any]]:
+def read(path: Path) -> dict[str, dict[str, Any]]:
     """What was found, by link."""
-    path = folder / f"{NAME}.json"
     found: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
@@ -173,14 +181,17 @@ def main() -> None:
     options.add_argument(
         "--turns", type=int, default=16, help="rounds in turns, in which the fastest are told apart"
     )
+    options.add_argument("--name", default="search-10m")
+    options.add_argument("--set", action="append", default=[], dest="sets")
     given = options.parse_args()
+    path = given.folder / f"{given.name}.json"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and take the nodes with it
-    found = read(given.folder)
+    found = read(path)
     for link in given.links:
         if not given.reuse or link not in found:
-            found[link] = search(link, given.trials, given.turns)
-            (given.folder / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
-    publish(given.folder, NAME, table(found), None)
+            found[link] = search(link, given.trials, given.turns, given.sets)
+            path.write_text(json.dumps(found, indent=1) + "\n")
+    publish(given.folder, given.name, table(found, given.sets), None)
 
 
 if __name__ == "__main__":
