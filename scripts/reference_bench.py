@@ -9,7 +9,7 @@ cores and the right to make network namespaces; it takes about half an hour::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from statistics import mean, median
 
@@ -63,8 +63,14 @@ def variants(sets: list[str], engines: tuple[str, ...]) -> dict[str, str]:
     return {name: knobs for name, knobs in known.items() if f"zerotune:{name}" in engines}
 
 
-def table(name: str, documents: dict[str, Document]) -> str:
-    """One row per engine, one column per link; and what is compared, by link."""
+def table(name: str, documents: dict[str, Document], searched: Collection[str]) -> str:
+    """One row per engine, one column per link; and what is compared, by link.
+
+    Args:
+        name: The benchmark's.
+        documents: By link.
+        searched: Links on which a search ran.
+    """
     lines = [
         f"# {name}",
         "",
@@ -82,7 +88,7 @@ def table(name: str, documents: dict[str, Document]) -> str:
     rounds = [f"{document['rounds']} x {document['steps_per_round']}" for document in documents.values()]
     lines.append(row(["rounds x steps", *rounds, ""]))
     lines += _processor(documents, engines)
-    compared = [comparisons(document) for document in documents.values()]
+    compared = [comparisons(document, link in searched) for link, document in documents.items()]
     lines += [
         "",
         "Paired ratios of step time, with their 95 % intervals; *best* is what `zerotune search` found on that link.",
@@ -129,9 +135,13 @@ def _spent(figures: Document | None) -> str:
     return f"{program * 1e3:.0f} + {kernel * 1e3:.0f} + {still * 1e3:.0f}"
 
 
-def comparisons(document: Document) -> dict[str, str]:
-    """Paired ratios that are asked for, of engines that were measured. Where the search found nothing faster than the
-    defaults, these are the best."""
+def comparisons(document: Document, is_searched: bool) -> dict[str, str]:
+    """Paired ratios that are asked for, of engines that were measured.
+
+    Args:
+        document: Of one link.
+        is_searched: Whether a search ran on it; where it found nothing faster than the defaults, these are the best.
+    """
     times = {engine: figures["round_times_s"] for engine, figures in document["engines"].items()}
 
     def fastest(kind: str) -> str:
@@ -141,7 +151,7 @@ def comparisons(document: Document) -> dict[str, str]:
             default="",
         )
 
-    best = "zerotune:best" if "zerotune:best" in times else "zerotune"
+    best = "zerotune:best" if "zerotune:best" in times else "zerotune" if is_searched else ""
     asked = {
         "defaults / FSDP2": ("zerotune", "fsdp2"),
         "best / FSDP2": (best, "fsdp2"),
@@ -226,7 +236,7 @@ def main() -> None:
         name
     ]
     picture(documents, folder / f"{name}.svg")
-    publish(folder, name, table(name, documents), "step times")
+    publish(folder, name, table(name, documents, found), "step times")
 
 
 if __name__ == "__main__":
