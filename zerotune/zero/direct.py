@@ -209,11 +209,22 @@ class Direct:
             key: 63 bits, the same for this collective on every rank, and of no other that is open.
         """
         landing = Landing(len(self._carriers))
+        self._carry(landing, sources, places, keep, key)
+        return landing
+
+    def _carry(
+        self,
+        landing: Landing,
+        sources: Mapping[int, Sequence[Place]],
+        places: Mapping[int, Sequence[Place]],
+        keep: tuple[torch.Tensor, ...],
+        key: int,
+    ) -> None:
+        """All that does not go by gloo; each carrier is a part of the landing."""
         for carrier, ranks in self._carriers:
             landing.left_out_bytes += carrier.exchange(
                 key, {r: sources[r] for r in ranks}, {r: places[r] for r in ranks}, keep, landing.part_landed
             )
-        return landing
 
     def exchange(self, output: torch.Tensor, rows: torch.Tensor, key: int) -> Landing:
         """Send row r to every other rank r, receive row ``rank`` of theirs.
@@ -238,14 +249,10 @@ class Direct:
         landing = Landing(len(self._carriers) + bool(self._by_gloo))
         row, step = width * output.itemsize, stride * sent.itemsize
         source, place = sent.data_ptr(), output.data_ptr()
-        for carrier, ranks in self._carriers:
-            landing.left_out_bytes += carrier.exchange(
-                key,
-                {r: [Place(source + r * step, row)] for r in ranks},
-                {r: [Place(place + (r - (r > self._rank)) * row, row)] for r in ranks},
-                (output, sent),
-                landing.part_landed,
-            )
+        carried = [r for _, ranks in self._carriers for r in ranks]
+        sources = {r: [Place(source + r * step, row)] for r in carried}
+        places = {r: [Place(place + (r - (r > self._rank)) * row, row)] for r in carried}
+        self._carry(landing, sources, places, (output, sent), key)
         if self._by_gloo:
             self._start_gloo(landing, output.view(self._size - 1, width), sent, stride, key)
         return landing

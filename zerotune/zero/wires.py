@@ -33,7 +33,7 @@ import torch.distributed as dist
 from zerotune.zero.carrier import LOOK_S, Carrier
 from zerotune.zero.flights import Flight, Place, bytes_in
 from zerotune.zero.wiring import connect
-from zerotune.zero.zeros import Packed, may_pack, most_bytes, pack, unpack
+from zerotune.zero.zeros import MOST_HELD, Packed, may_pack, most_bytes, pack, unpack
 
 _HEADER = struct.Struct("<QQ?")  # key, bytes that follow, whether they are a packed row
 _WAKE_BYTES = 512 * 1024
@@ -103,9 +103,13 @@ def _rows(sources: Mapping[int, Sequence[Place]]) -> dict[int, Packed | list[mem
 
 
 def _packed(pieces: Sequence[memoryview]) -> Packed | None:
-    if not any(map(may_pack, pieces)):
+    """A row without its zeros; pieces are put together for it only where enough of them may be left out."""
+    if len(pieces) == 1:
+        return pack(pieces[0])
+    promising = sum(piece.nbytes for piece in pieces if may_pack(piece))
+    if promising < (1 - MOST_HELD) * sum(piece.nbytes for piece in pieces) or not promising:
         return None
-    return pack(pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)))
+    return pack(memoryview(b"".join(pieces)))
 
 
 def _without(pieces: list[memoryview], count: int) -> None:

@@ -20,7 +20,7 @@ BLOCK_BYTES = 512
 _LEAST_BLOCKS = 64
 """Shorter rows travel as they are: they cost less than looking through them."""
 
-_MOST_HELD = 0.25
+MOST_HELD = 0.25
 """Share of blocks that may hold something: it bounds what packing allocates, and beyond it there is less to win."""
 
 _PROBES = 8
@@ -72,7 +72,7 @@ def pack(row: memoryview) -> Packed | None:
     whole = count * BLOCK_BYTES
     blocks = _blocks_of(row, count)
     held = np.asarray(blocks.any(axis=1))
-    if int(np.count_nonzero(held)) > _MOST_HELD * count:
+    if int(np.count_nonzero(held)) > MOST_HELD * count:
         return None
     return Packed(_bytes_of(held), _bytes_of(blocks[held]), row[whole:])
 
