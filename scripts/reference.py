@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerotune.config.load import load_job
 from zerotune.models.build import build_model
@@ -170,11 +171,10 @@ def _holds(documents: Mapping[str, Document], benchmark: Benchmark, link: str) -
     return link in documents and documents[link]["engines"].keys() >= set(benchmark.engines_on(link))
 
 
-def parameters(job: Path, sets: Sequence[str]) -> int:
-    """How many a model has, with further ``--set`` options."""
+def meta_model(sets: Sequence[str]) -> nn.Module:
+    """The model of :data:`JOB` with further ``--set`` options, without memory."""
     with torch.device("meta"):
-        model = build_model(load_job(job, list(sets)).job.model, 0)
-    return sum(param.numel() for param in model.parameters())
+        return build_model(load_job(JOB, list(sets)).job.model, 0)
 
 
 def label(document: Document) -> str:

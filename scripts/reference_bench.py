@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import mean, median
 
 import reference_search
-import torch
 from reference import (
     LINKS,
     Benchmark,
@@ -24,6 +23,7 @@ from reference import (
     label,
     measure,
     mebibytes,
+    meta_model,
     parser,
     publish,
     ratio,
@@ -31,8 +31,6 @@ from reference import (
     shown,
 )
 
-from zerotune.config.load import load_job
-from zerotune.models.build import build_model
 from zerotune.models.units import largest_block
 from zerotune.train.measure import paired_ratio
 
@@ -47,14 +45,12 @@ ENGINES = (
     "deepspeed",
     "deepspeed:scaled",
 )
-EXAMPLE = Path(__file__).parents[1] / "examples" / "bench.yaml"
 
 
 def variants(sets: list[str], engines: tuple[str, ...]) -> dict[str, str]:
     """Those that are wanted of: ``two`` blocks ahead instead of four; ``keep``; ``keep-far``: kept, and eight ahead. ``best``
     is what ``reference_search.py`` found on a link."""
-    with torch.device("meta"):
-        block = largest_block(build_model(load_job(EXAMPLE, sets).job.model, 0))
+    block = largest_block(meta_model(sets))
     known = {
         "two": f"zero.prefetch_distance={2 * block}",
         "keep": "zero.release=keep",

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from reference import JOB, LINKS, head, mebibytes, parameters, parser, publish, row
+from reference import JOB, LINKS, head, mebibytes, meta_model, parser, publish, row
 
 from zerotune.cluster.shaped_link import Host, bits_per_second, shaped_link
 
@@ -140,10 +140,11 @@ def _word(value: Any) -> str:
 def table(found: dict[str, dict[str, Any]], sets: list[str]) -> str:
     """The runs that were measured in turns on each link, the best first."""
     model = " with ".join(["`examples/bench.yaml`", *(f"`{setting}`" for setting in sets)])
+    parameters = sum(param.numel() for param in meta_model(sets).parameters())
     lines = [
         "# What `zerotune search` finds",
         "",
-        f"GPT of {parameters(JOB, sets) / 1e6:.1f} M parameters ({model}), two Ray nodes of one rank each, space `default`, "
+        f"GPT of {parameters / 1e6:.1f} M parameters ({model}), two Ray nodes of one rank each, space `default`, "
         "objective throughput. At its end a search measures the defaults and the fastest in turns; of those that cannot be told "
         "apart it takes the one with the smaller peak.",
     ]
